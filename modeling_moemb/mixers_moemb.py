@@ -1,0 +1,422 @@
+"""Token mixers over packed tokens: varlen Gated DeltaNet and varlen attention.
+
+Both run on any device without flash-linear-attention or flash-attn and are differentiable. Items are grouped by length
+class, so an item's arithmetic depends on its own length only, never on what shares its batch.
+
+Departures from transformers' Qwen3.5-MoE: sequences stay apart (stock refuses or leaks without extra packages), the
+write strength beta is computed in fp32, and the mixer returns it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeAttention,
+    Qwen3_5MoeGatedDeltaNet,
+    Qwen3_5MoeVisionAttention,
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_vision,
+)
+
+from .packing_moemb import PackedTokens
+
+
+CHUNK_SIZES = (16, 32, 64)
+# below this many keys, plain matrix products are faster than SDPA when gradients are needed on the CPU
+DENSE_ATTENTION_LIMIT = 128
+
+
+@dataclass(frozen=True)
+class ChunkClass:
+    """Items whose chunks have one size, in scan order: first the first chunk of every item, then the second, ...
+
+    Args:
+        size (`int`): tokens per chunk.
+        index (`torch.LongTensor` of shape `(chunks, size)`): packed row of each chunk position (clamped in the tail).
+        valid (`torch.BoolTensor` of shape `(chunks, size)`): false in the tail of an item's last chunk.
+        active (`list[int]`): number of items that still have a chunk at each scan step; a prefix of the items.
+    """
+
+    size: int
+    index: Tensor
+    valid: Tensor
+    active: list[int]
+
+
+class PackedLayout:
+    """Index tables of one packing, built once and shared by all layers.
+
+    Args:
+        lengths (`Sequence[int]`): item lengths.
+        device (`torch.device`): where the tables live.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device):
+        self.lengths = list(lengths)
+        self.device = device
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        lengths = torch.tensor(self.lengths)
+        return lengths.cumsum(0) - lengths
+
+    @cached_property
+    def chunks(self) -> list[ChunkClass]:
+        """Chunk tables by length class: the smallest chunk that holds the item, the largest one for longer items."""
+        classes: dict[int, list[int]] = {}
+        for item, length in enumerate(self.lengths):
+            size = next((size for size in CHUNK_SIZES if length <= size), CHUNK_SIZES[-1])
+            classes.setdefault(size, []).append(item)
+        return [self._chunk_class(size, items) for size, items in sorted(classes.items())]
+
+    def _chunk_class(self, size: int, items: list[int]) -> ChunkClass:
+        items = sorted(items, key=lambda item: -self.lengths[item])
+        lengths = torch.tensor([self.lengths[item] for item in items])
+        starts = self._starts[torch.tensor(items)]
+        steps = -(-int(lengths[0]) // size)
+        active = [int((lengths > step * size).sum()) for step in range(steps)]
+        within = torch.cat([torch.full((count,), step * size) for step, count in enumerate(active)])
+        within = within[:, None] + torch.arange(size)
+        rank = torch.cat([torch.arange(count) for count in active])
+        valid = within < lengths[rank][:, None]
+        index = starts[rank][:, None] + torch.minimum(within, lengths[rank][:, None] - 1)
+        return ChunkClass(size, index.to(self.device), valid.to(self.device), active)
+
+    @cached_property
+    def chunk_order(self) -> Tensor:
+        """`torch.LongTensor` `(tokens,)`: where each packed row stands in the concatenated chunk positions."""
+        flat = torch.cat([chunk.index.reshape(-1) for chunk in self.chunks])
+        valid = torch.cat([chunk.valid.reshape(-1) for chunk in self.chunks])
+        position = torch.arange(flat.shape[0], device=self.device)[valid]
+        order = torch.empty(sum(self.lengths), dtype=torch.long, device=self.device)
+        order[flat[valid]] = position
+        return order
+
+    @cached_property
+    def causal_groups(self) -> list[tuple[Tensor, Tensor]]:
+        """Items by padded width for causal attention: `(index, valid)` of shape `(items, width)` each."""
+        return self._groups(_padded_width)
+
+    @cached_property
+    def exact_groups(self) -> list[tuple[Tensor, Tensor]]:
+        """Items by exact length for bidirectional attention."""
+        return self._groups(lambda length: length)
+
+    def _groups(self, width_of) -> list[tuple[Tensor, Tensor]]:
+        groups: dict[int, list[int]] = {}
+        for item, length in enumerate(self.lengths):
+            groups.setdefault(width_of(length), []).append(item)
+        tables = []
+        for width, items in sorted(groups.items()):
+            items = torch.tensor(items)
+            lengths = torch.tensor(self.lengths)[items][:, None]
+            within = torch.arange(width)[None]
+            index = self._starts[items][:, None] + torch.minimum(within, lengths - 1)
+            tables.append((index.to(self.device), (within < lengths).to(self.device)))
+        return tables
+
+    @cached_property
+    def causal_order(self) -> Tensor:
+        return self._order(self.causal_groups)
+
+    @cached_property
+    def exact_order(self) -> Tensor:
+        return self._order(self.exact_groups)
+
+    @cached_property
+    def item_order(self) -> Tensor:
+        """`torch.LongTensor` `(items,)`: where each item stands in the concatenated causal groups."""
+        last = torch.cat([index[:, 0] for index, _ in self.causal_groups])
+        return torch.argsort(last)
+
+    def _order(self, groups: list[tuple[Tensor, Tensor]]) -> Tensor:
+        flat = torch.cat([index.reshape(-1) for index, _ in groups])
+        valid = torch.cat([valid.reshape(-1) for _, valid in groups])
+        order = torch.empty(sum(self.lengths), dtype=torch.long, device=self.device)
+        order[flat[valid]] = torch.arange(flat.shape[0], device=self.device)[valid]
+        return order
+
+
+def _padded_width(length: int) -> int:
+    """Width class of a length: multiples of an eighth of the next power of two, at least 8."""
+    step = max(8, (1 << max(length - 1, 1).bit_length()) // 8)
+    return -(-length // step) * step
+
+
+class _CausalConv(torch.autograd.Function):
+    """Depthwise causal convolution that never looks across the start of an item; fp32 accumulation.
+
+    A hand-written backward keeps one input instead of a shifted copy per tap.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_states, weight, offset)
+        taps = weight.shape[1]
+        rows, columns = hidden_states.float(), weight.float()
+        output = rows * columns[:, -1]
+        for back in range(1, min(taps, rows.shape[0])):
+            inside = (offset[back:] >= back).to(rows.dtype)[:, None]
+            output[back:].addcmul_(rows[:-back] * inside, columns[:, taps - 1 - back])
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden_states, weight, offset = ctx.saved_tensors
+        taps = weight.shape[1]
+        rows, columns = hidden_states.float(), weight.float()
+        grad_hidden = grad_output * columns[:, -1]
+        grad_weight = torch.zeros_like(columns)
+        grad_weight[:, -1] = (grad_output * rows).sum(0)
+        for back in range(1, min(taps, rows.shape[0])):
+            inside = (offset[back:] >= back).to(rows.dtype)[:, None]
+            grad = grad_output[back:] * inside
+            grad_hidden[:-back].addcmul_(grad, columns[:, taps - 1 - back])
+            grad_weight[:, taps - 1 - back] = (grad * rows[:-back]).sum(0)
+        return grad_hidden.to(hidden_states.dtype), grad_weight.to(weight.dtype), None
+
+
+def causal_conv(hidden_states: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+    """Varlen depthwise causal convolution.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(tokens, channels)`): packed rows.
+        weight (`torch.Tensor` of shape `(channels, taps)`): oldest tap first.
+        offset (`torch.LongTensor` of shape `(tokens,)`): index of each token inside its item.
+
+    Returns:
+        `torch.FloatTensor` of shape `(tokens, channels)`, fp32.
+    """
+    return _CausalConv.apply(hidden_states, weight, offset)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
+) -> Tensor:
+    """Varlen gated delta rule by chunks, in fp32 (Gated DeltaNet, arXiv 2412.06464).
+
+    Per value head, with `alpha = exp(decay)`:
+    `S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T`, `o_t = S_t q_t`; keys and queries are
+    L2-normalised, queries scaled by `1 / sqrt(key_dim)`, and `S` starts at 0 in every item.
+
+    Args:
+        query, key (`torch.Tensor` of shape `(tokens, key_heads, key_dim)`): packed rows.
+        value (`torch.Tensor` of shape `(tokens, value_heads, value_dim)`): `value_heads` is a multiple of
+            `key_heads`; consecutive value heads share a key head.
+        decay (`torch.FloatTensor` of shape `(tokens, value_heads)`): log decay, at most 0.
+        beta (`torch.FloatTensor` of shape `(tokens, value_heads)`): write strength in (0, 1).
+        layout (`PackedLayout`): index tables of the packing.
+
+    Returns:
+        `torch.FloatTensor` of shape `(tokens, value_heads, value_dim)`, fp32.
+    """
+    query, key = (
+        states * torch.rsqrt(states.square().sum(-1, keepdim=True) + 1e-6) for states in (query.float(), key.float())
+    )
+    query = query * query.shape[-1] ** -0.5
+    value = value.float()
+    outputs = [_delta_rule_chunks(query, key, value, decay, beta, chunk) for chunk in layout.chunks]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return flat.index_select(0, layout.chunk_order)
+
+
+def _delta_rule_chunks(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunk: ChunkClass
+) -> Tensor:
+    """One length class; returns `(chunks * size, value_heads, value_dim)` in the order of `chunk.index`."""
+    (num_chunks, size), flat = chunk.index.shape, chunk.index.reshape(-1)
+    key_heads, value_heads = key.shape[1], value.shape[1]
+    repeat = value_heads // key_heads
+
+    def heads_first(states: Tensor) -> Tensor:  # (tokens, heads, dim) -> (heads, chunks, size, dim)
+        return states.index_select(0, flat).view(num_chunks, size, *states.shape[1:]).permute(2, 0, 1, 3)
+
+    query, key, value = heads_first(query), heads_first(key), heads_first(value)
+    tail = ~chunk.valid[:, :, None]
+    # a tail position neither writes (beta 0) nor ages the memory (decay 0)
+    beta = beta.index_select(0, flat).view(num_chunks, size, -1).masked_fill(tail, 0).permute(2, 0, 1)
+    decay = decay.index_select(0, flat).view(num_chunks, size, -1).masked_fill(tail, 0).permute(2, 0, 1).cumsum(-1)
+
+    future = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
+    pairwise = (decay[..., :, None] - decay[..., None, :]).masked_fill(future, float("-inf")).exp()
+    shared = (key_heads, 1, num_chunks, size, size)  # value heads of one key head share these products
+    pairwise = pairwise.view(key_heads, repeat, num_chunks, size, size)
+    key_t = key.transpose(-1, -2)
+    system = ((key @ key_t).view(shared) * pairwise).view(value_heads, num_chunks, size, size) * beta[..., None]
+    attention = ((query @ key_t).view(shared) * pairwise).view(value_heads, num_chunks, size, size)
+
+    written = value * beta[..., None]
+    if len(chunk.active) == 1:  # every item fits one chunk: no state is carried
+        written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
+        output = attention @ written
+    else:
+        key = key.repeat_interleave(repeat, dim=0)
+        query = query.repeat_interleave(repeat, dim=0) * decay.exp()[..., None]
+        read = key * (beta * decay.exp())[..., None]
+        solved = torch.linalg.solve_triangular(
+            system, torch.cat([written, read], dim=-1), upper=False, unitriangular=True
+        )
+        written, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+        total = decay[..., -1:]
+        key = (key * (total - decay).exp()[..., None]).transpose(-1, -2)
+        output = _scan_chunks(query, key, written, read, attention, total.exp()[..., None], chunk.active)
+    return output.permute(1, 2, 0, 3).reshape(num_chunks * size, value_heads, -1)
+
+
+def _scan_chunks(
+    query: Tensor, key: Tensor, written: Tensor, read: Tensor, attention: Tensor, total: Tensor, active: list[int]
+) -> Tensor:
+    """Carry the state from chunk to chunk; the items still alive at a step are a prefix of those of the step before."""
+    state, outputs, start = None, [], 0
+    for step, count in enumerate(active):
+        rows = slice(start, start + count)
+        new = written[:, rows]
+        if state is None:
+            output = attention[:, rows] @ new
+        else:
+            state = state[:, :count]
+            new = new - read[:, rows] @ state
+            output = query[:, rows] @ state + attention[:, rows] @ new
+        outputs.append(output)
+        if step + 1 < len(active):
+            update = key[:, rows] @ new
+            state = update if state is None else state * total[:, rows] + update
+        start += count
+    return torch.cat(outputs, dim=1)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool, key_mask: Tensor | None = None
+) -> Tensor:
+    """Attention of `(batch, heads, queries, dim)` on `(batch, key_heads, keys, dim)` without repeating keys."""
+    batch, heads, queries, dim = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    if keys > DENSE_ATTENTION_LIMIT or query.is_cuda or not torch.is_grad_enabled():
+        mask = None if key_mask is None else key_mask[:, None, None, :]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=heads != key_heads
+        )
+    grouped = (query * scaling).reshape(batch, key_heads, -1, dim)
+    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, queries, keys)
+    if causal:
+        scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1), float("-inf"))
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, None, :], float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return (weights.view(batch, key_heads, -1, keys) @ value).view(batch, heads, queries, -1)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float, causal: bool
+) -> Tensor:
+    """Attention inside each item of a packing.
+
+    Args:
+        query (`torch.Tensor` of shape `(tokens, heads, dim)`): packed rows.
+        key, value (`torch.Tensor` of shape `(tokens, key_heads, dim)`): `heads` is a multiple of `key_heads`.
+        layout (`PackedLayout`): index tables of the packing.
+        scaling (`float`): factor of the scores.
+        causal (`bool`): whether a token sees only itself and the tokens before it.
+
+    Returns:
+        `torch.Tensor` of shape `(tokens, heads, dim)`.
+    """
+    # right padding is invisible to causal attention; bidirectional items are grouped by exact length instead
+    groups, order = (
+        (layout.causal_groups, layout.causal_order) if causal else (layout.exact_groups, layout.exact_order)
+    )
+    outputs = []
+    for index, _ in groups:
+        states = (_gather_items(tensor, index) for tensor in (query, key, value))
+        output = _attend(*states, scaling, causal)
+        outputs.append(output.transpose(1, 2).reshape(index.numel(), *query.shape[1:]))
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return flat.index_select(0, order)
+
+
+def last_query_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
+    """Attention of one query per item (`(items, heads, dim)`) on all keys of its item (`(tokens, key_heads, dim)`)."""
+    outputs, items = [], torch.argsort(layout.item_order)
+    start = 0
+    for index, valid in layout.causal_groups:
+        rows = items[start : start + index.shape[0]]
+        start += index.shape[0]
+        keys, values = _gather_items(key, index), _gather_items(value, index)
+        outputs.append(_attend(query[rows][:, :, None], keys, values, scaling, False, valid)[:, :, 0])
+    return torch.cat(outputs).index_select(0, layout.item_order)
+
+
+def _gather_items(states: Tensor, index: Tensor) -> Tensor:
+    """Rows of `(tokens, heads, dim)` as `(items, heads, width, dim)`."""
+    return states.index_select(0, index.reshape(-1)).view(*index.shape, *states.shape[1:]).transpose(1, 2)
+
+
+class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
+    """Gated DeltaNet mixer over packed tokens; parameters as in transformers' class."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        # transformers keeps local kernel classes here when `kernels` is installed; they cannot be pickled
+        self.__dict__.pop("_kernel_funcs", None)
+
+    def forward(self, hidden_states: Tensor, packed: PackedTokens, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """Mix `(tokens, hidden)` rows; also returns beta, `(tokens, value_heads)` fp32."""
+        mixed = causal_conv(self.in_proj_qkv(hidden_states), self.conv1d.weight.squeeze(1), packed.offset)
+        query, key, value = F.silu(mixed).split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        beta = torch.sigmoid(self.in_proj_b(hidden_states).float())
+        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias.float())
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            mixed = gated_delta_rule(
+                query.unflatten(-1, (-1, self.head_k_dim)),
+                key.unflatten(-1, (-1, self.head_k_dim)),
+                value.unflatten(-1, (-1, self.head_v_dim)),
+                decay,
+                beta,
+                layout,
+            )
+        gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
+        mixed = self.norm(mixed.to(gate.dtype), gate).flatten(-2)
+        return self.out_proj(mixed), beta
+
+
+class MoEMBAttention(Qwen3_5MoeAttention):
+    """Gated grouped-query attention over packed tokens; parameters as in transformers' class."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        layout: PackedLayout,
+        query_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Mix `(tokens, hidden)` rows; with `query_rows` (`(items,)`, each item's last row) only those are computed."""
+        cos, sin = position_embeddings
+        key = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        key, _ = apply_rotary_pos_emb(key, key[:, :0], cos, sin)
+        if query_rows is not None:
+            hidden_states, cos, sin = hidden_states[query_rows], cos[query_rows], sin[query_rows]
+        query, gate = self.q_proj(hidden_states).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        query = self.q_norm(query)
+        query, _ = apply_rotary_pos_emb(query, query[:, :0], cos, sin)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if query_rows is not None:
+            mixed = last_query_attention(query, key, value, layout, self.scaling)
+        else:
+            mixed = varlen_attention(query, key, value, layout, self.scaling, causal=True)
+        return self.o_proj((mixed * torch.sigmoid(gate)).flatten(-2))
+
+
+class MoEMBVisionAttention(Qwen3_5MoeVisionAttention):
+    """Bidirectional attention inside each image or video frame, without a Python loop over images."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
+        """Mix `(patches, hidden)` rows."""
+        query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(1)
+        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+        mixed = varlen_attention(query, key, value, layout, self.scaling, causal=False)
+        return self.proj(mixed.flatten(-2))

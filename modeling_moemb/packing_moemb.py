@@ -1,0 +1,283 @@
+"""Packed execution: the decoder sees the tokens of all items in one row, without padding.
+
+`pack_batch` drops the pads and computes the multimodal rotary positions of every item, vectorised over the batch;
+`PackedTokens.compact` drops tokens later on (their original positions and order stay); `PackedTokens.unpack` scatters
+the rows back to a padded batch.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The tokens of a batch in one row. Frozen: kernels cache by the identity of `cu_seqlens`.
+
+    Args:
+        cu_seqlens (`torch.IntTensor` of shape `(items + 1,)`): cumulative lengths; item `i` owns the rows
+            `cu_seqlens[i]:cu_seqlens[i + 1]`.
+        lengths (`list[int]`): the same lengths on the host, so that no layer has to synchronise with the device.
+        position_ids (`torch.LongTensor` of shape `(3, tokens)`): temporal, height and width rotary positions.
+        modality (`torch.LongTensor` of shape `(tokens,)`): 0 text, 1 image, 2 video.
+        segment (`torch.LongTensor` of shape `(tokens,)`): the item each token belongs to.
+        source (`torch.LongTensor` of shape `(tokens,)`): flat index of each token in the padded batch.
+        offset (`torch.LongTensor` of shape `(tokens,)`): index of each token inside its item.
+    """
+
+    cu_seqlens: Tensor
+    lengths: list[int]
+    position_ids: Tensor
+    modality: Tensor
+    segment: Tensor
+    source: Tensor
+    offset: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.segment.shape[0]
+
+    @property
+    def num_items(self) -> int:
+        return len(self.lengths)
+
+    def compact(self, keep: Tensor) -> tuple["PackedTokens", Tensor]:
+        """Drop tokens: original rotary positions and order stay, lengths and `cu_seqlens` are new objects.
+
+        Args:
+            keep (`torch.BoolTensor` of shape `(tokens,)`): the survivors.
+
+        Returns:
+            The smaller `PackedTokens` and the indices (`torch.LongTensor`) of the survivors in this one.
+
+        Raises:
+            ValueError: if `keep` has the wrong shape or dtype, or an item would lose all its tokens.
+        """
+        if keep.shape != self.segment.shape or keep.dtype != torch.bool:
+            raise ValueError(
+                f"`keep` must be a bool tensor of shape {tuple(self.segment.shape)}, "
+                f"got {keep.dtype} {tuple(keep.shape)}"
+            )
+        index = keep.nonzero().squeeze(1)
+        segment = self.segment[index]
+        counts = torch.bincount(segment, minlength=self.num_items)
+        lengths = counts.tolist()
+        if 0 in lengths:
+            raise ValueError(f"item {lengths.index(0)} would lose all its tokens")
+        cu_seqlens, offset = _layout(counts, index.shape[0])
+        return (
+            replace(
+                self,
+                cu_seqlens=cu_seqlens,
+                lengths=lengths,
+                position_ids=self.position_ids[:, index],
+                modality=self.modality[index],
+                segment=segment,
+                source=self.source[index],
+                offset=offset,
+            ),
+            index,
+        )
+
+    def unpack(self, hidden_states: Tensor, batch_size: int, sequence_length: int) -> Tensor:
+        """Scatter `(tokens, dim)` rows back to `(batch_size, sequence_length, dim)`; zero where no token is alive."""
+        padded = hidden_states.new_zeros(batch_size * sequence_length, hidden_states.shape[-1])
+        padded = padded.index_copy(0, self.source, hidden_states)
+        return padded.view(batch_size, sequence_length, -1)
+
+
+def _layout(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """`cu_seqlens` and the index inside its item of each token, from the item lengths on the device."""
+    cu_seqlens = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
+    cu_seqlens[1:] = counts.cumsum(0)
+    starts = cu_seqlens[:-1].long().repeat_interleave(counts, output_size=total)
+    return cu_seqlens, torch.arange(total, device=counts.device) - starts
+
+
+def pack_batch(
+    modality: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    grids: dict[int, Tensor | None],
+    spatial_merge_size: int,
+    position_ids: Tensor | None = None,
+) -> PackedTokens:
+    """Pack a padded batch, or take an already flattened one.
+
+    Args:
+        modality (`torch.LongTensor` of shape `(batch, sequence)`): 0 text, 1 image, 2 video.
+        attention_mask (`torch.Tensor` of shape `(batch, sequence)`, *optional*): 1 for tokens, 0 for pads on any side.
+        cu_seqlens (`torch.IntTensor` of shape `(items + 1,)`, *optional*): item boundaries of a flattened batch of
+            shape `(1, tokens)`; excludes `attention_mask`.
+        grids (`dict[int, torch.LongTensor]`): per modality (1, 2) the `(count, 3)` patch grids, in batch order.
+        spatial_merge_size (`int`): patches merged per side.
+        position_ids (`torch.LongTensor` of shape `(batch, sequence)` or `(3 or 4, batch, sequence)`, *optional*):
+            positions to use instead of the computed ones.
+
+    Raises:
+        ValueError: for 4-D masks, position ids that restart inside an item, empty items, and media tokens that do
+            not match the grids.
+    """
+    batch_size, sequence_length = modality.shape
+    if cu_seqlens is not None:
+        counts = _check_cu_seqlens(cu_seqlens, attention_mask, batch_size, sequence_length)
+        source = torch.arange(sequence_length, device=modality.device)
+    else:
+        counts, source = _check_attention_mask(attention_mask, modality)
+    lengths = counts.tolist()
+    if 0 in lengths:
+        raise ValueError(f"item {lengths.index(0)} of the batch has no tokens (its attention mask is all zero)")
+    cu_seqlens, offset = _layout(counts, source.shape[0])
+    segment = torch.arange(len(lengths), device=source.device).repeat_interleave(counts, output_size=source.shape[0])
+    modality = modality.reshape(-1)[source]
+    if position_ids is None:
+        positions = mrope_positions(modality, segment, grids, spatial_merge_size)
+    else:
+        positions = _check_position_ids(position_ids, batch_size, sequence_length, source, segment)
+    return PackedTokens(cu_seqlens, lengths, positions, modality, segment, source, offset)
+
+
+def _check_attention_mask(attention_mask: Tensor | None, modality: Tensor) -> tuple[Tensor, Tensor]:
+    batch_size, sequence_length = modality.shape
+    if attention_mask is None:
+        counts = torch.full((batch_size,), sequence_length, dtype=torch.long, device=modality.device)
+        return counts, torch.arange(batch_size * sequence_length, device=modality.device)
+    if attention_mask.dim() != 2:
+        raise ValueError(
+            f"`attention_mask` must have shape (batch, sequence), got {tuple(attention_mask.shape)}: the recurrent "
+            "layers cannot honour a 4-D mask and would leak state between items; pass one row per item, or a "
+            "flattened batch with `cu_seq_lens_q`"
+        )
+    if attention_mask.shape != modality.shape:
+        raise ValueError(
+            f"`attention_mask` has shape {tuple(attention_mask.shape)} but the inputs {tuple(modality.shape)}"
+        )
+    alive = attention_mask.bool()
+    return alive.sum(dim=1), alive.reshape(-1).nonzero().squeeze(1)
+
+
+def _check_cu_seqlens(
+    cu_seqlens: Tensor, attention_mask: Tensor | None, batch_size: int, sequence_length: int
+) -> Tensor:
+    if batch_size != 1:
+        raise ValueError(f"a batch flattened by `cu_seq_lens_q` must have one row, got {batch_size}")
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError("`cu_seq_lens_q` describes a batch without padding; do not pass an attention mask with zeros")
+    counts = cu_seqlens[1:].long() - cu_seqlens[:-1].long()
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != sequence_length or bool((counts < 0).any()):
+        raise ValueError(
+            f"`cu_seq_lens_q` must rise from 0 to the number of tokens ({sequence_length}), got {cu_seqlens.tolist()}"
+        )
+    return counts
+
+
+def _check_position_ids(
+    position_ids: Tensor, batch_size: int, sequence_length: int, source: Tensor, segment: Tensor
+) -> Tensor:
+    if position_ids.dim() == 2:
+        position_ids = position_ids[None].expand(3, -1, -1)
+    if position_ids.dim() != 3 or position_ids.shape[0] not in (3, 4):
+        raise ValueError(
+            "`position_ids` must have shape (batch, sequence), (3, batch, sequence) or (4, batch, sequence), "
+            f"got {tuple(position_ids.shape)}"
+        )
+    positions = position_ids[-3:].expand(3, batch_size, sequence_length).reshape(3, -1)[:, source]
+    same_item = segment[1:] == segment[:-1]
+    restarts = (positions[0, 1:] < positions[0, :-1]) & same_item
+    if bool(restarts.any()):
+        item = int(segment[1:][restarts][0])
+        raise ValueError(
+            f"`position_ids` of item {item} restart inside the item, as if several sequences were packed by position "
+            "ids alone: the recurrent layers would leak state between them; pass `cu_seq_lens_q` instead"
+        )
+    return positions
+
+
+def mrope_positions(
+    modality: Tensor, segment: Tensor, grids: dict[int, Tensor | None], spatial_merge_size: int
+) -> Tensor:
+    """Interleaved multimodal rotary positions of packed tokens, as Qwen3.5 numbers them.
+
+    Text advances all three axes by one per token. An image, or one temporal patch of a video, is laid out on its
+    merged grid from the current position, and advances it by the longer side of that grid.
+
+    Args:
+        modality (`torch.LongTensor` of shape `(tokens,)`): 0 text, 1 image, 2 video.
+        segment (`torch.LongTensor` of shape `(tokens,)`): item of each token.
+        grids (`dict[int, torch.LongTensor]`): per modality the `(count, 3)` patch grids in order of appearance.
+        spatial_merge_size (`int`): patches merged per side.
+
+    Returns:
+        `torch.LongTensor` of shape `(3, tokens)`.
+
+    Raises:
+        ValueError: if the runs of media tokens do not match the grids in number or size.
+    """
+    device = modality.device
+    tokens = modality.shape[0]
+    new_run = torch.ones(tokens, dtype=torch.bool, device=device)
+    new_run[1:] = (modality[1:] != modality[:-1]) | (segment[1:] != segment[:-1])
+    run_start = new_run.nonzero().squeeze(1)
+    run_of = new_run.cumsum(0) - 1
+    run_length = torch.diff(run_start, append=torch.tensor([tokens], device=device))
+    run_modality, run_segment = modality[run_start], segment[run_start]
+
+    # height and width of each run on the merged grid; text runs behave as a row of their own length
+    height, width = torch.ones_like(run_length), run_length.clone()
+    for kind in (IMAGE, VIDEO):
+        _fill_grid_runs(kind, run_modality == kind, run_length, run_segment, grids.get(kind), spatial_merge_size,
+                        height, width)
+    is_text = run_modality == TEXT
+    advance = torch.where(is_text, run_length, torch.maximum(height, width))
+    before = advance.cumsum(0) - advance
+    first_run = torch.ones_like(is_text)
+    first_run[1:] = run_segment[1:] != run_segment[:-1]
+    item_base = before[first_run][run_segment]  # every item owns at least one run, so runs index items
+    base = (before - item_base)[run_of]
+
+    within = torch.arange(tokens, device=device) - run_start[run_of]
+    token_width, token_area = width[run_of], (height * width)[run_of]
+    text = is_text[run_of]
+    temporal = torch.where(text, within, within // token_area)
+    rows = torch.where(text, within, within % token_area // token_width)
+    columns = torch.where(text, within, within % token_width)
+    return torch.stack([temporal, rows, columns]) + base
+
+
+def _fill_grid_runs(
+    kind: int, is_kind: Tensor, run_length: Tensor, run_segment: Tensor, grid: Tensor | None, merge: int,
+    height: Tensor, width: Tensor,
+) -> None:
+    name = "image" if kind == IMAGE else "video"
+    count = int(is_kind.sum())
+    if grid is None:
+        if count:
+            item = int(run_segment[is_kind][0])
+            raise ValueError(f"item {item} has {name} tokens but no `{name}_grid_thw` was passed")
+        return
+    if kind == VIDEO:  # timestamps stand between the temporal patches of a video: each is a run of its own
+        grid = grid.repeat_interleave(grid[:, 0], dim=0)
+        grid = torch.cat([torch.ones_like(grid[:, :1]), grid[:, 1:]], dim=1)
+    if count != grid.shape[0]:
+        raise ValueError(
+            f"the inputs hold {count} runs of {name} tokens but `{name}_grid_thw` describes {grid.shape[0]}; "
+            "each must stand between its own vision start and end tokens"
+        )
+    grid = grid.to(run_length.device)
+    expected = grid[:, 0] * (grid[:, 1] // merge) * (grid[:, 2] // merge)
+    wrong = (expected != run_length[is_kind]).nonzero()
+    if wrong.numel():
+        first = int(wrong[0])
+        raise ValueError(
+            f"{name} {first} (item {int(run_segment[is_kind][first])}) has {int(run_length[is_kind][first])} tokens "
+            f"but its grid {grid[first].tolist()} gives {int(expected[first])}"
+        )
+    height[is_kind] = grid[:, 1] // merge
+    width[is_kind] = grid[:, 2] // merge
+
+
+__all__ = ["IMAGE", "TEXT", "VIDEO", "PackedTokens", "mrope_positions", "pack_batch"]
