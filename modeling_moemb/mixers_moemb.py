@@ -18,14 +18,13 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeAttention,
     Qwen3_5MoeGatedDeltaNet,
     Qwen3_5MoeVisionAttention,
-    apply_rotary_pos_emb,
-    apply_rotary_pos_emb_vision,
 )
 
+from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate, unit_norm
 from .packing_moemb import PackedTokens
 
 
-CHUNK_SIZES = (16, 32, 64)
+MAX_CHUNK = 64
 # below this many keys, plain matrix products are faster than SDPA when gradients are needed on the CPU
 DENSE_ATTENTION_LIMIT = 128
 
@@ -66,10 +65,10 @@ class PackedLayout:
 
     @cached_property
     def chunks(self) -> list[ChunkClass]:
-        """Chunk tables by length class: the smallest chunk that holds the item, the largest one for longer items."""
+        """Chunk tables by length class: the smallest multiple of 8 that holds the item, at most `MAX_CHUNK`."""
         classes: dict[int, list[int]] = {}
         for item, length in enumerate(self.lengths):
-            size = next((size for size in CHUNK_SIZES if length <= size), CHUNK_SIZES[-1])
+            size = min(-(-length // 8) * 8, MAX_CHUNK)
             classes.setdefault(size, []).append(item)
         return [self._chunk_class(size, items) for size, items in sorted(classes.items())]
 
@@ -214,11 +213,7 @@ def gated_delta_rule(
     Returns:
         `torch.FloatTensor` of shape `(tokens, value_heads, value_dim)`, fp32.
     """
-    query, key = (
-        states * torch.rsqrt(states.square().sum(-1, keepdim=True) + 1e-6) for states in (query.float(), key.float())
-    )
-    query = query * query.shape[-1] ** -0.5
-    value = value.float()
+    query, key, value = unit_norm(query, query.shape[-1] ** -0.5), unit_norm(key), value.float()
     outputs = [_delta_rule_chunks(query, key, value, decay, beta, chunk) for chunk in layout.chunks]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat.index_select(0, layout.chunk_order)
@@ -241,13 +236,13 @@ def _delta_rule_chunks(
     beta = beta.index_select(0, flat).view(num_chunks, size, -1).masked_fill(tail, 0).permute(2, 0, 1)
     decay = decay.index_select(0, flat).view(num_chunks, size, -1).masked_fill(tail, 0).permute(2, 0, 1).cumsum(-1)
 
-    future = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
-    pairwise = (decay[..., :, None] - decay[..., None, :]).masked_fill(future, float("-inf")).exp()
+    # pairs with the future become exp(0); the solver never reads them and the attention is cut to its lower triangle
+    pairwise = (decay[..., :, None] - decay[..., None, :]).tril().exp()
     shared = (key_heads, 1, num_chunks, size, size)  # value heads of one key head share these products
     pairwise = pairwise.view(key_heads, repeat, num_chunks, size, size)
     key_t = key.transpose(-1, -2)
     system = ((key @ key_t).view(shared) * pairwise).view(value_heads, num_chunks, size, size) * beta[..., None]
-    attention = ((query @ key_t).view(shared) * pairwise).view(value_heads, num_chunks, size, size)
+    attention = ((query @ key_t).view(shared) * pairwise).view(value_heads, num_chunks, size, size).tril()
 
     written = value * beta[..., None]
     if len(chunk.active) == 1:  # every item fits one chunk: no state is carried
@@ -360,6 +355,7 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
+        self.norm = MoEMBRMSNormGated(self.head_v_dim, eps=self.layer_norm_epsilon)
         # transformers keeps local kernel classes here when `kernels` is installed; they cannot be pickled
         self.__dict__.pop("_kernel_funcs", None)
 
@@ -379,12 +375,17 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
                 layout,
             )
         gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
-        mixed = self.norm(mixed.to(gate.dtype), gate).flatten(-2)
+        mixed = self.norm(mixed, gate).flatten(-2)
         return self.out_proj(mixed), beta
 
 
 class MoEMBAttention(Qwen3_5MoeAttention):
     """Gated grouped-query attention over packed tokens; parameters as in transformers' class."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.q_norm = MoEMBRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = MoEMBRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def forward(
         self,
@@ -397,13 +398,11 @@ class MoEMBAttention(Qwen3_5MoeAttention):
         cos, sin = position_embeddings
         key = self.k_norm(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
         value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        key, _ = apply_rotary_pos_emb(key, key[:, :0], cos, sin)
+        key = rotate(key, cos, sin, value.dtype)
         if query_rows is not None:
             hidden_states, cos, sin = hidden_states[query_rows], cos[query_rows], sin[query_rows]
         query, gate = self.q_proj(hidden_states).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        query = self.q_norm(query)
-        query, _ = apply_rotary_pos_emb(query, query[:, :0], cos, sin)
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        query = rotate(self.q_norm(query), cos, sin, value.dtype)
         if query_rows is not None:
             mixed = last_query_attention(query, key, value, layout, self.scaling)
         else:
@@ -417,6 +416,6 @@ class MoEMBVisionAttention(Qwen3_5MoeVisionAttention):
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: PackedLayout) -> Tensor:
         """Mix `(patches, hidden)` rows."""
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(1)
-        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+        query, key = (rotate(states, *position_embeddings, value.dtype) for states in (query, key))
         mixed = varlen_attention(query, key, value, layout, self.scaling, causal=False)
         return self.proj(mixed.flatten(-2))
