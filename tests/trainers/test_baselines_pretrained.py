@@ -12,6 +12,7 @@ from moemb.trainers.baselines_pretrained import (
     load_minilm,
     ridge_training_items,
 )
+from moemb.trainers.corpus_sources import SourceError
 from moemb.trainers.errors import MoEMBError
 
 
@@ -49,10 +50,25 @@ def test_it_is_fitted_on_training_images_of_base_concepts_alone():
 
 
 def test_a_missing_package_is_a_reason_with_a_remedy(monkeypatch):
+    def refuse():
+        raise SourceError("the registry cannot be reached: check the network")
+
     monkeypatch.setattr(baselines_pretrained.importlib.util, "find_spec", lambda name: None)
-    for load in (load_minilm, load_efficientnet):
-        with pytest.raises(BaselineUnavailable, match="pip install"):
-            load()
+    monkeypatch.setattr(baselines_pretrained, "vision_encoder", refuse)
+    with pytest.raises(BaselineUnavailable, match="pip install"):
+        load_minilm()
+    with pytest.raises(BaselineUnavailable, match="check the network"):
+        load_efficientnet()
+
+
+def test_features_have_unit_length_for_any_size_of_image(monkeypatch):
+    monkeypatch.setattr(
+        baselines_pretrained, "vision_encoder", lambda: lambda batch: batch.reshape(len(batch), -1)[:, :1280] + 1.0
+    )
+    extract = load_efficientnet()
+    features = extract([np.full((32, 128, 3), 7, np.uint8), np.full((64, 64, 3), 9, np.uint8)])
+    assert features.shape == (2, 1280) and np.allclose(np.linalg.norm(features, axis=1), 1.0, atol=1e-5)
+    assert extract([]).shape == (0, 1280)
 
 
 def test_a_missing_corpus_is_a_reason_and_is_asked_for_once():
