@@ -20,12 +20,13 @@ from .baselines import thumbnail, unit_rows
 from .corpus_sources import SourceError
 from .corpus_teachers import vision_encoder
 from .errors import MoEMBError
+from .evaluation_metrics import query_values, rank_queries
 
 
 MINILM = "MiniLM"
 RIDGE = "EfficientNet + ridge to MiniLM"
 FEATURES = "EfficientNet features"
-RIDGE_PENALTY = 1.0
+RIDGE_PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)
 FEATURE_DIM = 1280
 _FEATURE_BATCH = 64
 
@@ -117,7 +118,7 @@ class RidgeMap:
         return unit_rows(vectors - self.text_mean)
 
 
-def fit_ridge(features: np.ndarray, targets: np.ndarray, penalty: float = RIDGE_PENALTY) -> RidgeMap:
+def fit_ridge(features: np.ndarray, targets: np.ndarray, penalty: float) -> RidgeMap:
     """
     Ridge regression in closed form.
 
@@ -126,7 +127,7 @@ def fit_ridge(features: np.ndarray, targets: np.ndarray, penalty: float = RIDGE_
             Float `[images, features]`.
         targets (`np.ndarray`):
             Float `[images, dim]`.
-        penalty (`float`, *optional*, defaults to 1.0):
+        penalty (`float`):
             The ridge.
     """
     feature_mean, text_mean = features.mean(axis=0), targets.mean(axis=0)
@@ -136,13 +137,43 @@ def fit_ridge(features: np.ndarray, targets: np.ndarray, penalty: float = RIDGE_
     return RidgeMap(feature_mean.astype(np.float32), text_mean.astype(np.float32), weight.astype(np.float32))
 
 
-def ridge_training_items(corpus) -> tuple[list[np.ndarray], list[str]]:
+def choose_ridge(
+    training: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
+) -> tuple[RidgeMap, float]:
     """
-    The images and English labels that the ridge is fitted on: training images of base concepts.
+    Fits one map per penalty of `RIDGE_PENALTIES` and keeps the one that does best on validation concepts.
+
+    Args:
+        training (`tuple[np.ndarray, np.ndarray]`):
+            Features float `[images, features]` and text vectors `[images, dim]` that the maps are fitted on.
+        validation (`tuple[np.ndarray, np.ndarray]`):
+            The same for concepts outside the fit. The measure is the mean reciprocal rank of each text's own image.
+
+    Returns:
+        `tuple[RidgeMap, float]`: the map and its penalty.
+    """
+    features, texts = validation
+    answers = [[row] for row in range(len(features))]
+
+    def quality(ridge: RidgeMap) -> float:
+        queries, images = ridge.texts(texts), ridge.images(features)
+        ranks = rank_queries(lambda start, stop: queries[start:stop] @ images.T, answers)
+        return float(query_values(ranks)["MRR"].mean())
+
+    maps = {penalty: fit_ridge(*training, penalty) for penalty in RIDGE_PENALTIES}
+    best = max(maps, key=lambda penalty: quality(maps[penalty]))
+    return maps[best], best
+
+
+def ridge_items(corpus, split: str) -> tuple[list[np.ndarray], list[str]]:
+    """
+    The images and English labels of a split that the ridge is fitted on or chosen by: those of base concepts.
 
     Args:
         corpus (`Corpus`):
             The built corpus.
+        split (`str`):
+            `"train"` or `"validation"`.
 
     Returns:
         `tuple[list[np.ndarray], list[str]]`: images uint8 `[64, 64, 3]` and one label each.
@@ -153,11 +184,11 @@ def ridge_training_items(corpus) -> tuple[list[np.ndarray], list[str]]:
     images, labels = [], []
     for row, entry in enumerate(corpus.image_rows):
         concept = corpus.concepts.get(entry["concept"]) if entry["concept"] else None
-        if entry["split"] == "train" and concept is not None and concept["base"] is None:
+        if entry["split"] == split and concept is not None and concept["base"] is None:
             images.append(np.asarray(corpus.images[row]))
             labels.append(concept["en"])
     if not images:
-        raise BaselineUnavailable("the corpus has no training images of concepts: rebuild it with moemb data")
+        raise BaselineUnavailable(f"the corpus has no {split} images of concepts: rebuild it with moemb data")
     return images, labels
 
 
@@ -205,10 +236,14 @@ class PretrainedBaselines:
             corpus = self._load_corpus()
         except (MoEMBError, OSError) as error:
             raise BaselineUnavailable(f"it is fitted on the training corpus: {error}") from error
-        images, labels = ridge_training_items(corpus)
-        return fit_ridge(self._training_features(images), self.texts(labels))
+        training, validation = (
+            (self._kept_features(images), self.texts(labels))
+            for images, labels in (ridge_items(corpus, split) for split in ("train", "validation"))
+        )
+        ridge, _ = choose_ridge(training, validation)
+        return ridge
 
-    def _training_features(self, images: list[np.ndarray]) -> np.ndarray:
+    def _kept_features(self, images: list[np.ndarray]) -> np.ndarray:
         digest = hashlib.sha256()
         for image in images:
             digest.update(image.tobytes())

@@ -134,14 +134,15 @@ def evaluate(config: EvaluateConfig, command: str = "", model: Any = None) -> tu
         UnknownTaskError: a task name that does not exist.
         NothingEvaluatedError: none of the tasks is there.
     """
-    from .quickstart_model import load_model
+    from .quickstart_model import MINI, load_model
 
     names = select_task_names(config.tasks)
     source = config.model
     if model is None:
         model, source = load_model(config.model, config.device)
     fingerprint = model_fingerprint(model, source)
-    display = Path(config.model).name or config.model
+    own_folder = config.model != MINI and Path(source).is_dir()
+    display = Path(source).resolve().name if own_folder else config.model.rsplit("/", 1)[-1]
     cache = cache_folder() / "evaluation"
     encoder = CachedEncoder(model, fingerprint, cache / "vectors", config.batch_size)
     pretrained = PretrainedBaselines(corpus_loader(config.corpus), cache) if config.pretrained_baselines else None

@@ -52,7 +52,12 @@ def mini_repository(checkpoint: Path | None = None) -> Path:
     target = cache_folder() / f"{MINI}-{_source_hash(folder)[:16]}"
     if not (target / "modules.json").is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        assemble_checkpoint(folder, target)
+        try:
+            assemble_checkpoint(folder, target)
+        except OSError:
+            # Another process may have put the same folder there first; anything else is a real failure.
+            if not (target / "modules.json").is_file():
+                raise
     return target
 
 

@@ -239,7 +239,7 @@ def _result(answer: Answer, entry: Entry, score: float, later: bool = False) -> 
         label = f"{LANGUAGES[entry.language]}: {entry.label}" if entry.language != "en" else "English"
     else:
         shown = _plate(entry.item, f"{entry.modality}: {entry.label}", strip=entry.modality == "page")
-        label = entry.label
+        label = "" if entry.modality == "page" else entry.label  # a heading says it itself
     mark = f'<span class="mark">{f"rank {answer.rank:,}" if later else "✓ right"}</span>' if right else ""
     width = max(0, min(100, round(score * 100)))
     return (

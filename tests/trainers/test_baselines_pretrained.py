@@ -7,10 +7,11 @@ from moemb.trainers import baselines_pretrained
 from moemb.trainers.baselines_pretrained import (
     BaselineUnavailable,
     PretrainedBaselines,
+    choose_ridge,
     fit_ridge,
     load_efficientnet,
     load_minilm,
-    ridge_training_items,
+    ridge_items,
 )
 from moemb.trainers.corpus_sources import SourceError
 from moemb.trainers.errors import MoEMBError
@@ -24,12 +25,13 @@ def _corpus():
         {"key": "noto/c", "concept": "c", "split": "train"},
         {"key": "mdi/x", "concept": None, "split": "train"},
         {"key": "noto/d", "concept": "d", "split": "train"},
+        {"key": "noto/e", "concept": "e", "split": "validation"},
     ]
     concepts = {
         name: {"en": f"label {name}", "base": base}
-        for name, base in [("a", None), ("b", None), ("c", "a"), ("d", None)]
+        for name, base in [("a", None), ("b", None), ("c", "a"), ("d", None), ("e", None)]
     }
-    images = rng.integers(0, 255, (5, 64, 64, 3), dtype=np.uint8)
+    images = rng.integers(0, 255, (6, 64, 64, 3), dtype=np.uint8)
     return SimpleNamespace(image_rows=rows, concepts=concepts, images=images)
 
 
@@ -44,9 +46,23 @@ def test_the_ridge_recovers_a_linear_map():
 
 
 def test_it_is_fitted_on_training_images_of_base_concepts_alone():
-    images, labels = ridge_training_items(_corpus())
+    images, labels = ridge_items(_corpus(), "train")
     assert labels == ["label a", "label d"]
     assert len(images) == 2
+    assert ridge_items(_corpus(), "validation")[1] == ["label e"]
+    with pytest.raises(BaselineUnavailable, match="no nothing images"):
+        ridge_items(_corpus(), "nothing")
+
+
+def test_the_penalty_is_chosen_on_validation_concepts():
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(30, 6))
+    training = rng.normal(size=(40, 30))
+    noisy = training @ weight + rng.normal(scale=6.0, size=(40, 6))
+    validation = rng.normal(size=(200, 30))
+    _, strong = choose_ridge((training, noisy), (validation, validation @ weight))
+    _, weak = choose_ridge((training, training @ weight), (validation, validation @ weight))
+    assert strong > weak
 
 
 def test_a_missing_package_is_a_reason_with_a_remedy(monkeypatch):
@@ -98,5 +114,5 @@ def test_features_of_the_training_images_are_kept(tmp_path, monkeypatch):
     )
     first = PretrainedBaselines(_corpus, tmp_path).ridge()
     second = PretrainedBaselines(_corpus, tmp_path).ridge()
-    assert counted == [2]
+    assert counted == [2, 1]
     assert np.array_equal(first.weight, second.weight)
