@@ -70,7 +70,9 @@ class MoEMBExperts(Qwen3_5MoeExperts):
         rows = hidden_states.to(dtype)
         run = self._loop if self.backend == "loop" else self._grouped
         with torch.autocast(hidden_states.device.type, enabled=False):
-            output = run(rows, top_k_index, top_k_weights.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype))
+            output = run(
+                rows, top_k_index, top_k_weights.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
+            )
         return output.to(hidden_states.dtype)
 
     def _grouped(self, rows: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from .configuration_moemb import MoEMBConfig, validate_adaptive_compute
 from .elementwise_moemb import MoEMBRMSNorm
 from .experts_moemb import MoEMBSparseMoeBlock
-from .mixers_moemb import MoEMBAttention, MoEMBGatedDeltaNet, MoEMBVisionAttention, PackedLayout
+from .layout_moemb import PackedLayout
+from .mixers_moemb import MoEMBAttention, MoEMBGatedDeltaNet, MoEMBVisionAttention
 from .packing_moemb import IMAGE, VIDEO, PackedTokens, pack_batch
 
 
@@ -143,7 +144,9 @@ class MoEMBVisionModel(MoEMBPreTrainedModel):
             spatial_merge_size=self.spatial_merge_size,
         )
         positions = (self.pos_embed(indices) * weights[:, :, None]).sum(1).to(hidden_states.dtype)
-        return positions, self.rotary_pos_emb(hidden_states, get_vision_position_ids(grid_thw, self.spatial_merge_size))
+        return positions, self.rotary_pos_emb(
+            hidden_states, get_vision_position_ids(grid_thw, self.spatial_merge_size)
+        )
 
 
 class MoEMBDecoderLayer(GradientCheckpointingLayer):
@@ -327,7 +330,11 @@ class MoEMBModel(MoEMBPreTrainedModel):
 
         pooled_last = pooled_only and not output_hidden_states
         final, router_logits, states = self.language_model(
-            hidden_states, packed, budget.get("top_k"), pooled_rows if pooled_last else None, bool(output_hidden_states)
+            hidden_states,
+            packed,
+            budget.get("top_k"),
+            pooled_rows if pooled_last else None,
+            bool(output_hidden_states),
         )
         batch_size, sequence_length = modality.shape
         if packed_hidden:

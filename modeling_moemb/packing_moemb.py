@@ -229,8 +229,9 @@ def mrope_positions(
     # height and width of each run on the merged grid; text runs behave as a row of their own length
     height, width = torch.ones_like(run_length), run_length.clone()
     for kind in (IMAGE, VIDEO):
-        _fill_grid_runs(kind, run_modality == kind, run_length, run_segment, grids.get(kind), spatial_merge_size,
-                        height, width)
+        _fill_grid_runs(
+            kind, run_modality == kind, run_length, run_segment, grids.get(kind), spatial_merge_size, height, width
+        )
     is_text = run_modality == TEXT
     advance = torch.where(is_text, run_length, torch.maximum(height, width))
     before = advance.cumsum(0) - advance
@@ -249,8 +250,14 @@ def mrope_positions(
 
 
 def _fill_grid_runs(
-    kind: int, is_kind: Tensor, run_length: Tensor, run_segment: Tensor, grid: Tensor | None, merge: int,
-    height: Tensor, width: Tensor,
+    kind: int,
+    is_kind: Tensor,
+    run_length: Tensor,
+    run_segment: Tensor,
+    grid: Tensor | None,
+    merge: int,
+    height: Tensor,
+    width: Tensor,
 ) -> None:
     name = "image" if kind == IMAGE else "video"
     count = int(is_kind.sum())

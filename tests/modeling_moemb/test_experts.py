@@ -1,0 +1,151 @@
+"""Routing policies and the routed experts against a plain loop in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from modeling_moemb.experts_moemb import MoEMBExperts, MoEMBSparseMoeBlock, surviving_pairs
+from modeling_moemb.routing_moemb import Routing, load_balancing_loss, route, router_z_loss, uniform_top_k
+
+
+def experts(config, backend, dtype=torch.float32):
+    module = MoEMBExperts(config.text_config, backend)
+    torch.nn.init.normal_(module.gate_up_proj, std=0.2)
+    torch.nn.init.normal_(module.down_proj, std=0.2)
+    return module.to(dtype)
+
+
+def experts_naive(hidden, index, weight, gate_up, down, num_experts):
+    rows = []
+    for token in range(hidden.shape[0]):
+        total = torch.zeros_like(hidden[token])
+        for slot in range(index.shape[1]):
+            expert = int(index[token, slot])
+            if expert < num_experts:
+                gate, up = (gate_up[expert] @ hidden[token]).chunk(2)
+                total = total + weight[token, slot] * (down[expert] @ (F.silu(gate) * up))
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def routing_with_skips(tokens=37, slots=3, num_experts=8):
+    routing = route(torch.randn(tokens, num_experts), slots, torch.float32)
+    skipped = torch.rand(tokens, slots) < 0.4
+    skipped[0] = True  # a token without any expert
+    skipped[1] = False
+    return routing.skip(skipped)
+
+
+@pytest.mark.parametrize("backend", ["grouped", "loop"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_experts_equal_the_naive_sum_forward_and_backward(tiny_config, backend, skips):
+    module = experts(tiny_config, backend)
+    routing = routing_with_skips() if skips else route(torch.randn(37, 8), 3, torch.float32)
+    hidden = torch.randn(37, 64)
+    mine = [tensor.clone().requires_grad_() for tensor in (hidden, routing.weight)]
+    exact = [
+        t.detach().double().requires_grad_() for t in (hidden, routing.weight, module.gate_up_proj, module.down_proj)
+    ]
+    expected = experts_naive(exact[0], routing.expert_index, *exact[1:], 8)
+    actual = module(mine[0], routing.expert_index, mine[1])
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    actual.backward(grad.float())
+    live = routing.expert_index < 8
+    torch.testing.assert_close(mine[0].grad.double(), exact[0].grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mine[1].grad.double()[live], exact[1].grad[live], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(module.gate_up_proj.grad.double(), exact[2].grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(module.down_proj.grad.double(), exact[3].grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["grouped", "loop"])
+def test_all_pairs_skipped_gives_zero(tiny_config, backend):
+    index = torch.full((5, 2), 8)
+    output = experts(tiny_config, backend)(torch.randn(5, 64), index, torch.rand(5, 2))
+    assert output.shape == (5, 64) and not output.any()
+
+
+def test_skipped_pair_equals_weight_zero(tiny_config):
+    module = experts(tiny_config, "grouped")
+    routing = route(torch.randn(20, 8), 3, torch.float32)
+    skipped = torch.rand(20, 3) < 0.5
+    hidden = torch.randn(20, 64)
+    removed = module(hidden, routing.skip(skipped).expert_index, routing.skip(skipped).weight)
+    zeroed = module(hidden, routing.expert_index, routing.weight.masked_fill(skipped, 0))
+    torch.testing.assert_close(removed, zeroed, atol=1e-6, rtol=1e-6)
+
+
+def test_unaligned_widths_take_the_segment_loop(tiny_settings):
+    from modeling_moemb import MoEMBConfig
+
+    text = {**tiny_settings["text_config"], "hidden_size": 18, "moe_intermediate_size": 10}
+    config = MoEMBConfig(**{**tiny_settings, "text_config": text})
+    grouped = experts(config, "grouped")
+    loop = experts(config, "loop")
+    loop.load_state_dict(grouped.state_dict())
+    routing, hidden = routing_with_skips(), torch.randn(37, 18)
+    torch.testing.assert_close(
+        grouped(hidden, routing.expert_index, routing.weight), loop(hidden, routing.expert_index, routing.weight)
+    )
+
+
+def test_surviving_pairs_are_sorted_and_complete():
+    index = torch.tensor([[2, 8], [0, 2], [8, 8], [1, 0]])
+    order, counts = surviving_pairs(index, 8)
+    assert index.reshape(-1)[order].tolist() == [0, 0, 1, 2, 2]
+    assert order.tolist() == [2, 7, 6, 0, 3]
+    assert counts.tolist() == [2, 1, 2, 0, 0, 0, 0, 0]
+
+
+def test_route_weights_ignore_unselected_experts():
+    logits = torch.randn(30, 8)
+    routing = route(logits, 3, torch.float32)
+    chosen = logits.gather(1, routing.expert_index).softmax(-1)
+    torch.testing.assert_close(routing.weight, chosen)
+
+
+def test_uniform_top_k_equals_routing_with_fewer_experts():
+    logits = torch.randn(30, 8)
+    fewer, direct = uniform_top_k(route(logits, 4, torch.float32), 2), route(logits, 2, torch.float32)
+    assert torch.equal(fewer.expert_index, direct.expert_index)
+    torch.testing.assert_close(fewer.weight, direct.weight)
+
+
+def test_uniform_top_k_keeps_skipped_tokens_empty():
+    routing = Routing(torch.tensor([[8, 8, 8]]), torch.zeros(1, 3), 8)
+    fewer = uniform_top_k(routing, 2)
+    assert fewer.expert_index.tolist() == [[8, 8]] and not fewer.weight.any()
+
+
+@pytest.mark.parametrize("top_k", [0, 4, -1])
+def test_uniform_top_k_refuses_counts_out_of_range(top_k):
+    with pytest.raises(ValueError, match="from 1 to 3"):
+        uniform_top_k(route(torch.randn(2, 8), 3, torch.float32), top_k)
+
+
+def test_load_balancing_is_one_when_uniform_and_grows_when_collapsed():
+    tokens, num_experts = 4096, 8
+    balanced = torch.full((tokens, num_experts), -4.0)
+    balanced[torch.arange(tokens), torch.arange(tokens) % num_experts] = 4.0
+    assert load_balancing_loss(balanced, 1).item() == pytest.approx(1, abs=1e-3)
+    collapsed = torch.zeros(tokens, num_experts)
+    collapsed[:, 0] = 12
+    assert load_balancing_loss(collapsed, 1).item() == pytest.approx(num_experts, rel=1e-3)
+
+
+def test_z_loss_grows_with_a_shift_that_routing_ignores():
+    logits = torch.randn(50, 8)
+    assert router_z_loss(logits + 3) > router_z_loss(logits)
+    torch.testing.assert_close(route(logits + 3, 2, torch.float32).weight, route(logits, 2, torch.float32).weight)
+
+
+def test_router_runs_in_fp32_under_autocast(tiny_config):
+    block = MoEMBSparseMoeBlock(tiny_config.text_config, "grouped")
+    torch.nn.init.normal_(block.gate.weight)
+    for parameter in block.experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    hidden = torch.randn(10, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        _, logits = block(hidden)
+    torch.testing.assert_close(logits, hidden.float() @ block.gate.weight.T)
