@@ -1,8 +1,9 @@
 """The `moemb` command: one verb per module of this room.
 
-A verb's module offers `HELP` (one line, a plain string), `add_arguments(parser)` and `run(args) -> int`. It is imported
-only when its verb is called, and the help lines are read from the source text: `moemb --help` never waits for torch.
-A module that sets `ACCEPTS_OVERRIDES = True` receives unknown `--key value` pairs as `args.overrides`, for a recipe.
+A verb's module offers `HELP` (one line, a plain string), `add_arguments(parser)` and `run(args) -> int`. It is
+imported only when its verb is called, and the help lines are read from the source text: `moemb --help` never waits
+for torch. A module that sets `ACCEPTS_OVERRIDES = True` receives unknown `--key value` pairs as `args.overrides`, for
+a recipe.
 """
 
 import argparse

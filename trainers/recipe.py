@@ -1,9 +1,9 @@
 """Recipes: a flat YAML file becomes one or more typed dataclasses.
 
-A recipe has no nesting of its own and no magic: each key is a field of one of the dataclasses that the method asks for
-(a key that several of them share goes to each). What is checked here, before any model or data is touched: unknown and
-repeated keys, missing required fields and the type of every value. YAML 1.1 reads `1e-4` as text; a field typed `float`
-takes it as the number that was meant.
+A recipe has no nesting of its own and no magic: each key is a field of one of the dataclasses that the method asks
+for (a key that several of them share goes to each). What is checked here, before any model or data is touched: unknown
+and repeated keys, missing required fields and the type of every value. YAML 1.1 reads `1e-4` as text; a field typed
+`float` takes it as the number that was meant.
 """
 
 import dataclasses
@@ -233,7 +233,7 @@ def _coerce_scalar(value, hint, label: str) -> Any:
         except (ValueError, TypeError):
             choices = [member.value for member in hint] if issubclass(hint, enum.Enum) else "a path"
             raise _wrong_type(value, f"one of {choices}" if isinstance(choices, list) else choices, label) from None
-    if isinstance(value, hint) or isinstance(value, (str, dict)):
+    if isinstance(value, (hint, str, dict)):
         return value  # a type with its own reading of text, for example torch.dtype: its owner checks it
     raise _wrong_type(value, getattr(hint, "__name__", str(hint)), label)
 
@@ -254,14 +254,17 @@ def _coerce_number(value, hint, label: str) -> int | float:
 
 
 def _coerce_union(value, members, hint, label: str) -> Any:
-    exact = [m for m in members if isinstance(m, type) and type(value) is m]
+    if value is None and type(None) in members:
+        return None
+    members = [m for m in members if m is not type(None)]
+    if len(members) == 1:
+        return _coerce(value, members[0], label)
+    exact = [m for m in members if type(value) is m]
     for member in exact + [m for m in members if m not in exact]:
         try:
             return _coerce(value, member, label)
-        except RecipeError as error:
-            last = error
-    if len([m for m in members if m is not type(None)]) == 1:
-        raise last
+        except RecipeError:
+            continue
     raise _wrong_type(value, str(hint).replace("typing.", ""), label)
 
 

@@ -1,0 +1,293 @@
+"""`moemb convert`: a stock Qwen3.5-MoE checkpoint becomes a MoEMB model repository.
+
+The weights are copied by byte range (see `convert_safetensors.py`): memory stays at one block whatever the size of the
+checkpoint, so 35B and 122B models convert on a small machine with enough disk.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .convert_plan import (
+    EMBEDDING_KEY,
+    MAX_SHARD_BYTES,
+    base_keys,
+    check_against_model,
+    pack_experts,
+    split_into_shards,
+    with_emb_row,
+)
+from .convert_safetensors import (
+    INDEX_NAME,
+    ConversionError,
+    PlannedTensor,
+    StoredTensor,
+    read_checkpoint,
+    whole,
+    write_shard,
+)
+from .convert_work import WorkFolder
+
+
+HELP = "turn a stock Qwen3.5-MoE checkpoint into a MoEMB model repository"
+
+EMB_TOKEN = "<emb>"
+DISK_MARGIN = 64 * 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `moemb convert`."""
+    parser.add_argument(
+        "--from", dest="source", required=True, metavar="DIR_OR_ID", help="checkpoint folder or Hub id"
+    )
+    parser.add_argument("--to", dest="target", required=True, metavar="DIR", help="folder to create")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="write model_type qwen3_5_moe, which stock stacks load without remote code (no compute dial)",
+    )
+    parser.add_argument("--emb-seed", type=int, default=0, help="seed of the noise in the <emb> row (default 0)")
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=MAX_SHARD_BYTES / 2**30, help="size of a weight file in GiB (default 4)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert as the flags say and print where the repository is."""
+    target = convert_checkpoint(
+        args.source,
+        args.target,
+        plain=args.plain,
+        emb_seed=args.emb_seed,
+        revision=args.revision,
+        max_shard_bytes=int(args.max_shard_gb * 2**30),
+    )
+    kind = "plain" if args.plain else "MoEMB"
+    print(f"{kind} model repository written to {target}")
+    return 0
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    plain: bool = False,
+    emb_seed: int = 0,
+    revision: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Convert a `Qwen3_5MoeForConditionalGeneration` checkpoint, packed or one key per expert, sharded or not.
+
+    Rerunning after an interruption continues with the first unfinished weight file. The target appears only whole.
+
+    Args:
+        source (`str` or `Path`): a folder as transformers saves it, or a Hub id.
+        target (`str` or `Path`): the folder to create.
+        plain (`bool`, *optional*, defaults to `False`): write the variant that stock stacks load without our code:
+            `model_type: qwen3_5_moe`, stock key names and expert layout, no `lm_head`.
+        emb_seed (`int`, *optional*, defaults to 0): seed of the noise in the `<emb>` row.
+        revision (`str`, *optional*): branch, tag or commit of a Hub id.
+        max_shard_bytes (`int`, *optional*, defaults to 4 GiB): size of a weight file.
+
+    Returns:
+        `Path`: the target.
+
+    Raises:
+        ConversionError: the source is not such a checkpoint or is incomplete, the target exists, or the disk is full;
+            each names the file or key and the remedy.
+    """
+    from .repository import processor_from_checkpoint
+
+    target = Path(target).expanduser().absolute()
+    folder = locate_source(source, revision)
+    stored = read_checkpoint(folder)
+    settings = read_stock_config(folder)
+    kept_id, used_rows = read_vocabulary(folder)
+    processor = processor_from_checkpoint(folder, plain=plain)
+    emb_token_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
+    tensors = base_keys(stored)
+    planned = plan_tensors(
+        tensors, emb_token_id, used_rows, emb_seed, plain=plain, keep_row=kept_id == emb_token_id, settings=settings
+    )
+    config = build_config(settings, emb_token_id, _vocabulary_size(planned), plain)
+    shards = split_into_shards(planned, max_shard_bytes)
+    recipe = {
+        "files": sorted({(str(t.file), t.file.stat().st_size, t.file.stat().st_mtime_ns) for t in stored.values()}),
+        "options": [plain, emb_seed, emb_token_id, max_shard_bytes],
+        "shards": {name: [[t.key, t.num_bytes] for t in group] for name, group in shards.items()},
+    }
+    with WorkFolder(target, recipe) as work:
+        if work.finished:
+            work.forget()
+            return target
+        write_weights(work, shards)
+        _write_rest(work.folder, config, processor, source, folder, plain)
+        work.publish()
+    return target
+
+
+def locate_source(source: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint; a Hub id is downloaded into the Hub cache (resumable) first."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    name = str(source)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ConversionError(f"--from {name} is neither a folder nor a Hub id of the form 'owner/name'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "README.md"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConversionError(f"--from {name} is no folder here and the Hub did not give it: {error}") from error
+
+
+def read_stock_config(folder: Path) -> dict:
+    """Read `config.json` and make sure it describes an unquantised Qwen3.5-MoE model with its vision tower."""
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConversionError(f"{folder} has no config.json; is it a checkpoint folder?") from None
+    except json.JSONDecodeError as error:
+        raise ConversionError(f"{path} is not JSON: {error}") from error
+    model_type = settings.get("model_type")
+    remedies = {
+        "moemb": "it is a MoEMB repository already",
+        "qwen3_5": "that is the dense Qwen3.5; the converter wants a mixture-of-experts one",
+        "qwen3_5_moe_text": "that is the text-only half; take the checkpoint that has the vision tower",
+    }
+    if model_type != "qwen3_5_moe":
+        remedy = remedies.get(model_type, "the converter wants 'qwen3_5_moe'")
+        raise ConversionError(f"{path} has model_type {model_type!r}: {remedy}")
+    if settings.get("quantization_config"):
+        method = settings["quantization_config"].get("quant_method", "unknown")
+        raise ConversionError(f"{path} is quantised ({method}); convert the bf16 checkpoint")
+    return settings
+
+
+def read_vocabulary(folder: Path) -> tuple[int | None, int]:
+    """Return the id that `<emb>` has in the stock tokenizer, if any, and how many ids that tokenizer can produce."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConversionError(f"{folder} has no tokenizer.json; save its processor there with save_pretrained")
+    tokenizer = Tokenizer.from_file(str(path))
+    return tokenizer.token_to_id(EMB_TOKEN), max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def plan_tensors(
+    tensors: dict[str, StoredTensor],
+    emb_token_id: int,
+    used_rows: int,
+    emb_seed: int,
+    *,
+    plain: bool,
+    keep_row: bool,
+    settings: dict,
+) -> list[PlannedTensor]:
+    """Plan every tensor of the new checkpoint and check it against the model that will load it.
+
+    Args:
+        tensors (`dict[str, StoredTensor]`): base-model keys, see [`base_keys`].
+        emb_token_id (`int`): row of `<emb>`.
+        used_rows (`int`): rows of the embedding table that the tokenizer can produce.
+        emb_seed (`int`): seed of the row's noise.
+        plain (`bool`): stock key names and expert layout.
+        keep_row (`bool`): the stock tokenizer has `<emb>` already, so its row is trained: leave it.
+        settings (`dict`): the stock `config.json`.
+    """
+    table = tensors.get(EMBEDDING_KEY)
+    if table is None:
+        raise ConversionError(f"the checkpoint lacks the embedding table 'model.{EMBEDDING_KEY}'")
+
+    def add_row(planned):
+        if keep_row and emb_token_id < table.shape[0]:
+            return planned
+        return with_emb_row(planned, table, emb_token_id, used_rows, emb_seed)
+
+    packed = add_row(pack_experts(tensors))
+    check_against_model(packed, expected_shapes(build_config(settings, emb_token_id, _vocabulary_size(packed), False)))
+    if not plain:
+        return packed
+    return [
+        PlannedTensor(f"model.{t.key}", t.dtype, t.shape, t.segments)
+        for t in add_row([PlannedTensor(k, t.dtype, t.shape, (whole(t),)) for k, t in tensors.items()])
+    ]
+
+
+def expected_shapes(config) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the MoEMB model of a configuration, without allocating its weights."""
+    import torch
+
+    from modeling_moemb import MoEMBModel
+
+    with torch.device("meta"):
+        model = MoEMBModel(config)
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+
+def build_config(settings: dict, emb_token_id: int, vocabulary_size: int, plain: bool):
+    """Return the configuration of the new repository: `MoEMBConfig`, or the stock class when `plain`."""
+    from transformers import Qwen3_5MoeConfig
+
+    from modeling_moemb import MoEMBConfig
+
+    settings = json.loads(json.dumps(settings))
+    text = settings["text_config"]
+    text["vocab_size"] = vocabulary_size
+    if plain:
+        settings["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+        return Qwen3_5MoeConfig.from_dict(settings)
+    for unused in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        text.pop(unused, None)
+    settings |= {"model_type": "moemb", "architectures": ["MoEMBModel"], "emb_token_id": emb_token_id}
+    return MoEMBConfig.from_dict(settings)
+
+
+def _vocabulary_size(planned: list[PlannedTensor]) -> int:
+    return next(t.shape[0] for t in planned if t.key.endswith(EMBEDDING_KEY))
+
+
+def write_weights(work: WorkFolder, shards: dict[str, list[PlannedTensor]]) -> None:
+    """Write the shards that are not there yet, then the index; the progress bar counts bytes.
+
+    Raises:
+        ConversionError: the disk has no room for what is left to write.
+    """
+    sizes = {name: sum(t.num_bytes for t in group) for name, group in shards.items()}
+    present = {name for name in shards if work.has(name, sizes[name])}
+    needed = sum(size for name, size in sizes.items() if name not in present) + DISK_MARGIN
+    free = shutil.disk_usage(work.folder).free
+    if free < needed:
+        raise ConversionError(
+            f"{needed / 1e9:.1f} GB are needed at {work.target.parent}, {free / 1e9:.1f} GB are free; make room or "
+            "choose another --to"
+        )
+    total, done = sum(sizes.values()), sum(sizes[name] for name in present)
+    with tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="Converting weights") as bar:
+        for name, group in shards.items():
+            if name not in present:
+                write_shard(work.folder / name, group, bar.update)
+    if len(shards) > 1:
+        weight_map = {tensor.key: name for name, group in shards.items() for tensor in group}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (work.folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_rest(folder: Path, config, processor, source, source_folder: Path, plain: bool) -> None:
+    """Write everything but the weights, and read the weight headers back as a last check."""
+    from .model_card import card_text, license_of
+    from .repository import write_repository_files
+
+    name = source if not Path(source).expanduser().is_dir() else source_folder.name
+    card = card_text(config, name=f"{name} as an embedder", base_model=str(name), license=license_of(source_folder))
+    write_repository_files(folder, config=config, processor=processor, card_text=card, plain=plain)
+    read_checkpoint(folder)

@@ -1,0 +1,254 @@
+"""Safetensors files by byte range: read headers, average rows, stream-write shards. Nothing whole is ever in memory.
+
+The safetensors library maps a shard into the address space to read it and wants every tensor of a shard in memory to
+write it. A checkpoint that is larger than the machine needs neither: a tensor here is a byte range of a file, a new
+tensor is a list of byte ranges, and writing a shard is copying them in blocks. Format:
+https://huggingface.co/docs/safetensors/index (8-byte little-endian header length, JSON header, tensor data).
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .errors import MoEMBError
+
+
+ITEM_SIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_SIZE |= {"F8_E4M3": 1, "F8_E5M2": 1}
+BLOCK_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 100_000_000
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class ConversionError(MoEMBError, RuntimeError):
+    """A checkpoint that cannot be converted; the text names the file or key and the remedy."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: where its bytes lie.
+
+    Args:
+        file (`Path`): the shard.
+        dtype (`str`): safetensors name, for example `"BF16"`.
+        shape (`tuple[int, ...]`): dimensions.
+        offset (`int`): first byte, counted from the start of the file.
+        num_bytes (`int`): length of the data.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension."""
+        return self.num_bytes // self.shape[0]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes of a new tensor: a range of a stored one, or the `literal` bytes themselves."""
+
+    num_bytes: int
+    file: Path | None = None
+    offset: int = 0
+    literal: bytes = b""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to be written: its name, type, shape and the segments whose concatenation is its data."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+
+def whole(tensor: StoredTensor) -> Segment:
+    """The segment that copies a stored tensor."""
+    return Segment(tensor.num_bytes, tensor.file, tensor.offset)
+
+
+def rows(tensor: StoredTensor, start: int, stop: int) -> Segment:
+    """The segment that copies rows `start` to `stop` of a stored tensor."""
+    return Segment((stop - start) * tensor.row_bytes, tensor.file, tensor.offset + start * tensor.row_bytes)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read the header of one safetensors file and check that the file holds all the bytes it promises.
+
+    Raises:
+        ConversionError: a missing, truncated, git-lfs pointer or otherwise unreadable file.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            if start.startswith(b"version "):
+                raise ConversionError(
+                    f"{path} is a git-lfs pointer, not the weights; run 'git lfs pull' in its folder"
+                )
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise ConversionError(f"{path} is not a safetensors file or is cut short; download it again")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise ConversionError(f"weight file {path} is missing; download it again") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ConversionError(f"{path} has an unreadable safetensors header; download it again") from None
+    header.pop("__metadata__", None)
+    tensors = {}
+    for key, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        if dtype not in ITEM_SIZE:
+            raise ConversionError(f"'{key}' in {path} has the type {dtype}, which the converter does not know")
+        if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
+            raise ConversionError(f"'{key}' in {path} promises {shape} {dtype} but holds {end - begin} bytes")
+        tensors[key] = StoredTensor(path, dtype, shape, 8 + length + begin, end - begin)
+    promised = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
+    if promised > size:
+        raise ConversionError(f"{path} is cut short: {promised} bytes promised, {size} there; download it again")
+    return tensors
+
+
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """Read the headers of a whole checkpoint, sharded or not.
+
+    Args:
+        folder (`Path`): holds `model.safetensors` or `model.safetensors.index.json` and its shards.
+
+    Returns:
+        `dict[str, StoredTensor]`: key -> where its bytes lie.
+
+    Raises:
+        ConversionError: no safetensors weights, missing shards (all named), or an index that disagrees with them.
+    """
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        single = folder / "model.safetensors"
+        if single.is_file():
+            return read_header(single)
+        if any(folder.glob("*.bin")):
+            raise ConversionError(f"{folder} holds *.bin weights; load and save them with transformers as safetensors")
+        raise ConversionError(f"{folder} has neither model.safetensors nor {INDEX_NAME}; there are no weights to read")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ConversionError(f"{index} is not a safetensors index; download it again") from None
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConversionError(
+            f"{len(missing)} of {len(names)} shards are missing in {folder}: {some(missing)}; download them again"
+        )
+    headers = {name: read_header(folder / name) for name in names}
+    absent = [key for key, name in weight_map.items() if key not in headers[name]]
+    if absent:
+        raise ConversionError(f"{index} names {len(absent)} tensors that its shards lack: {some(absent)}")
+    return {key: headers[name][key] for key, name in weight_map.items()}
+
+
+def mean_row(tensor: StoredTensor, num_rows: int) -> np.ndarray:
+    """Mean over the first `num_rows` rows of a stored 2-D floating-point tensor, block by block, in fp64.
+
+    Returns:
+        `np.ndarray` of shape `(columns,)`, fp64.
+    """
+    total = np.zeros(tensor.shape[1])
+    step = max(1, BLOCK_BYTES // tensor.row_bytes)
+    with open(tensor.file, "rb") as file:
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            file.seek(tensor.offset + start * tensor.row_bytes)
+            block = decode(_read_exactly(file, (stop - start) * tensor.row_bytes, tensor.file), tensor.dtype)
+            total += block.reshape(stop - start, -1).sum(axis=0, dtype=np.float64)
+    return total / num_rows
+
+
+def decode(data: bytes, dtype: str) -> np.ndarray:
+    """Floating-point bytes as an fp32 (for F64: fp64) array."""
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    names = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+    if dtype not in names:
+        raise ConversionError(f"an embedding table of type {dtype} cannot be averaged; convert the bf16 checkpoint")
+    array = np.frombuffer(data, names[dtype])
+    return array.astype(np.float32) if dtype == "F16" else array
+
+
+def encode(values: np.ndarray, dtype: str) -> bytes:
+    """An array as floating-point bytes of `dtype`, rounded to nearest even."""
+    if dtype == "BF16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+    return np.ascontiguousarray(values).astype({"F64": "<f8", "F32": "<f4", "F16": "<f2"}[dtype]).tobytes()
+
+
+def write_shard(path: Path, tensors: Iterable[PlannedTensor], on_bytes: Callable[[int], None]) -> None:
+    """Write one safetensors file by copying segments in blocks; it appears under its name only when it is complete.
+
+    Args:
+        path (`Path`): the file to write. A `.part` sibling is used meanwhile.
+        tensors (`Iterable[PlannedTensor]`): what goes in.
+        on_bytes (`Callable[[int], None]`): told the number of data bytes after every block.
+    """
+    # Wide types first, as the safetensors library does: every tensor then starts at a multiple of its item size.
+    tensors = sorted(tensors, key=lambda t: (-ITEM_SIZE[t.dtype], t.key))
+    header, position = {"__metadata__": {"format": "pt"}}, 0
+    for tensor in tensors:
+        end = position + tensor.num_bytes
+        header[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            for segment in tensor.segments:
+                _copy(segment, out, on_bytes)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(part, path)
+
+
+def _copy(segment: Segment, out, on_bytes: Callable[[int], None]) -> None:
+    if segment.file is None:
+        out.write(segment.literal)
+        on_bytes(segment.num_bytes)
+        return
+    with open(segment.file, "rb") as source:
+        source.seek(segment.offset)
+        left = segment.num_bytes
+        while left:
+            block = _read_exactly(source, min(BLOCK_BYTES, left), segment.file)
+            out.write(block)
+            on_bytes(len(block))
+            left -= len(block)
+
+
+def _read_exactly(file, size: int, path: Path) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise ConversionError(f"{path} ended {size - len(data)} bytes early while it was read; was it changed?")
+    return data
+
+
+def some(names, limit: int = 5) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
