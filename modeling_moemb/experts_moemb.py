@@ -36,13 +36,18 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         `torch.Tensor` of shape `(pairs, out_features)`.
     """
-    # torch's grouped product wants row strides of 16 bytes and has no fp64 or fp16 CPU kernel
-    aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
-    if aligned and rows.dtype in (torch.float32, torch.bfloat16) and rows.shape[0] > 0:
+    if rows.shape[0] > 0 and _has_grouped_product(rows, weight):
         offsets = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=offsets)
     blocks = rows.split(counts.tolist())
     return torch.cat([F.linear(block, matrix) for block, matrix in zip(blocks, weight.unbind(0))])
+
+
+def _has_grouped_product(rows: Tensor, weight: Tensor) -> bool:
+    """torch's grouped product wants row strides of 16 bytes, fp32 or bf16, and on CUDA compute capability 8.0."""
+    aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
+    capable = not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return aligned and capable and rows.dtype in (torch.float32, torch.bfloat16)
 
 
 class MoEMBExperts(Qwen3_5MoeExperts):
