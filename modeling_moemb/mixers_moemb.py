@@ -176,7 +176,8 @@ def _attend(
     grouped = (query * scaling).reshape(batch, key_heads, -1, dim)
     scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, queries, keys)
     if causal:
-        scores = scores.masked_fill(torch.ones(queries, keys, dtype=torch.bool, device=query.device).triu(1), float("-inf"))
+        future = torch.ones(queries, keys, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask[:, None, None, :], float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
