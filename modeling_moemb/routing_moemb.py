@@ -63,28 +63,3 @@ def uniform_top_k(routing: Routing, top_k: int) -> Routing:
     expert_index = routing.expert_index.gather(1, order)
     total = weight.sum(dim=-1, keepdim=True)
     return Routing(expert_index, weight / total.clamp_min(torch.finfo(weight.dtype).tiny), routing.num_experts)
-
-
-def load_balancing_loss(router_logits: Tensor, top_k: int) -> Tensor:
-    """Switch load-balancing loss in Megatron's normalisation: `E * sum_i f_i P_i`, minimum 1 at uniform routing.
-
-    `f_i` is the fraction of the chosen slots that go to expert `i`, `P_i` its mean router probability.
-
-    Args:
-        router_logits (`torch.FloatTensor` of shape `(tokens, num_experts)`): logits of one layer, padding excluded.
-        top_k (`int`): experts per token.
-    """
-    num_experts = router_logits.shape[-1]
-    probabilities = torch.softmax(router_logits.float(), dim=-1)
-    chosen = torch.topk(probabilities, top_k, dim=-1).indices
-    fraction = torch.bincount(chosen.flatten(), minlength=num_experts).to(probabilities.dtype) / chosen.numel()
-    return num_experts * (fraction * probabilities.mean(dim=0)).sum()
-
-
-def router_z_loss(router_logits: Tensor) -> Tensor:
-    """Mean squared log-sum-exp of the router logits (ST-MoE): keeps them small.
-
-    Args:
-        router_logits (`torch.FloatTensor` of shape `(tokens, num_experts)`): logits of one layer, padding excluded.
-    """
-    return torch.logsumexp(router_logits.float(), dim=-1).square().mean()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from modeling_moemb.experts_moemb import MoEMBExperts, MoEMBSparseMoeBlock, surviving_pairs
-from modeling_moemb.routing_moemb import Routing, load_balancing_loss, route, router_z_loss, uniform_top_k
+from modeling_moemb.routing_moemb import Routing, route, uniform_top_k
 
 
 def experts(config, backend, dtype=torch.float32):
@@ -124,19 +124,8 @@ def test_uniform_top_k_refuses_counts_out_of_range(top_k):
         uniform_top_k(route(torch.randn(2, 8), 3, torch.float32), top_k)
 
 
-def test_load_balancing_is_one_when_uniform_and_grows_when_collapsed():
-    tokens, num_experts = 4096, 8
-    balanced = torch.full((tokens, num_experts), -4.0)
-    balanced[torch.arange(tokens), torch.arange(tokens) % num_experts] = 4.0
-    assert load_balancing_loss(balanced, 1).item() == pytest.approx(1, abs=1e-3)
-    collapsed = torch.zeros(tokens, num_experts)
-    collapsed[:, 0] = 12
-    assert load_balancing_loss(collapsed, 1).item() == pytest.approx(num_experts, rel=1e-3)
-
-
-def test_z_loss_grows_with_a_shift_that_routing_ignores():
+def test_route_ignores_a_shift_of_all_logits():
     logits = torch.randn(50, 8)
-    assert router_z_loss(logits + 3) > router_z_loss(logits)
     torch.testing.assert_close(route(logits + 3, 2, torch.float32).weight, route(logits, 2, torch.float32).weight)
 
 
