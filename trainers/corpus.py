@@ -3,7 +3,8 @@
 `moemb data` builds it from packages (see `corpus_build`). A corpus folder holds
 
 * `concepts.json`: emoji concepts with labels in 26 languages, family and split;
-* `images.npy` (n, 64, 64, 3) uint8 and `images.jsonl`, one row per image: `key`, `source`, `concept`, `text`, `tags`, `split`;
+* `images.npy` (n, 64, 64, 3) uint8 and `images.jsonl`, one row per image: `key`, `source`, `concept`, `text`, `tags`,
+  `split`;
 * `clips.npy` (m, 8, 64, 64, 3) uint8 and `clips.jsonl`: real animations, held out;
 * `text_pairs.jsonl`, `strips.jsonl`, `fonts/`, `teachers/`, `eval/`, `manifest.json`, `ATTRIBUTION.md`.
 
@@ -17,23 +18,23 @@ from pathlib import Path
 import numpy as np
 
 from .corpus_render import MOTIONS, motion_clip, render_strip
-from .corpus_sources import cache_folder
+from .corpus_sources import default_corpus_folder
 from .corpus_teachers import Teacher, load_teacher
+from .errors import MoEMBError
 
 
 __all__ = ["MOTIONS", "Corpus", "default_corpus_folder", "load_corpus", "motion_clip", "render_strip"]
 
 
-def default_corpus_folder() -> Path:
-    """Where `moemb data` builds and `load_corpus` looks: `<cache>/mini-corpus`."""
-    return cache_folder() / "mini-corpus"
+class CorpusFileError(MoEMBError, OSError):
+    """A corpus that is not built, or a file of it that cannot be read. The text names it and the remedy."""
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """Rows of a JSON-lines file.
 
     Raises:
-        ValueError: naming file and line of a row that is not JSON.
+        CorpusFileError: naming file and line of a row that is not JSON.
     """
     rows = []
     with open(path, encoding="utf-8") as file:
@@ -55,13 +56,13 @@ class Corpus:
             The corpus folder.
 
     Raises:
-        FileNotFoundError: if the folder holds no images: the message says how to build it.
+        CorpusFileError: if the folder holds no images: the message says how to build it.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         if not (self.folder / "images.npy").exists():
-            raise FileNotFoundError(f"no corpus in {self.folder}: build it with `moemb data`")
+            raise CorpusFileError(f"no corpus in {self.folder}: build it with `moemb data`")
 
     @cached_property
     def images(self) -> np.ndarray:
@@ -114,7 +115,10 @@ class Corpus:
         return self.folder / "fonts"
 
     def text_teacher(self) -> Teacher:
-        """MiniLM vectors (384) of every English training text: labels, tags, icon names, motions, glosses, lemmas, headings."""
+        """MiniLM vectors (384) of every English training text.
+
+        Labels, tags, icon names, motions, glosses, lemmas, headings.
+        """
         stems = [self.folder / "teachers" / name for name in ("captions", "pairs")]
         return load_teacher([stem for stem in stems if stem.with_suffix(".npy").exists()])
 
@@ -144,7 +148,8 @@ class Corpus:
                 Split of the pictures.
 
         Returns:
-            `list[tuple[int, str, int]]`: image number of the base, tone text such as `"dark skin tone"`, image number of the target.
+            `list[tuple[int, str, int]]`: image number of the base, tone text such as `"dark skin tone"`, image number
+            of the target.
         """
         triples = []
         for number in self.rows(split, (source,)):
@@ -166,6 +171,6 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
         `Corpus`
 
     Raises:
-        FileNotFoundError: if it is not built.
+        CorpusFileError: if it is not built.
     """
     return Corpus(Path(path).expanduser() if path else default_corpus_folder())

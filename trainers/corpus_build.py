@@ -1,8 +1,8 @@
 """Builds the corpus folder, stage by stage.
 
 A stage writes its files under temporary names, renames them, and notes their hashes in `stages.json`. It is skipped as
-long as those files are whole and its settings are the same, so a run that was killed goes on at the stage it was in, and
-a second run does nothing.
+long as those files are whole and its settings are the same, so a run that was killed goes on at the stage it was in,
+and a second run does nothing.
 """
 
 import json
@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from . import corpus_teachers as teachers
-from .corpus import Corpus, default_corpus_folder
+from .corpus import Corpus
 from .corpus_clips import read_animations
 from .corpus_records import EMOJI_SOURCES, ICON_SOURCES, emoji_drawings, icon_drawings, read_concepts
 from .corpus_render import IMAGE_SIZE, MOTIONS, render_all, strip_fits
-from .corpus_sources import fetch, fetch_all, file_sha256, read_members
+from .corpus_sources import default_corpus_folder, fetch, fetch_all, file_sha256, read_members
 from .corpus_split import family_split, held_out_labels
 from .corpus_wordnet import ARTICLE_WORDS, read_synsets, wordnet_articles, wordnet_pairs
 from .errors import MoEMBError, nearest
@@ -45,7 +45,8 @@ class CorpusConfig:
         output (`str`, *optional*):
             Folder to build in. Defaults to `<cache>/mini-corpus`.
         image_sources (`list[str]`, *optional*):
-            Artists and icon sets. `"openmoji"` (CC-BY-SA-4.0) may be added; it is off by default to keep training data permissive.
+            Artists and icon sets. `"openmoji"` (CC-BY-SA-4.0) may be added; it is off by default to keep training data
+            permissive.
         clips (`bool`, *optional*, defaults to `True`):
             Fetch the real animations (165 MB) that the clip task is built from.
         teachers (`bool`, *optional*, defaults to `True`):
@@ -93,8 +94,8 @@ class CorpusConfig:
                 raise CorpusError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not (self.test_percent > 0 < self.validation_percent and self.test_percent + self.validation_percent < 100):
             raise CorpusError(
-                f"test_percent {self.test_percent} and validation_percent {self.validation_percent} must be above 0 and leave "
-                "some families to train on"
+                f"test_percent {self.test_percent} and validation_percent {self.validation_percent} must be above 0 "
+                "and leave some families to train on"
             )
 
     @property
@@ -106,7 +107,7 @@ class CorpusConfig:
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file so that it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.part")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
     scratch.write_bytes(data)
     os.replace(scratch, path)
 
@@ -119,7 +120,7 @@ def jsonl_bytes(rows: list[dict]) -> bytes:
 def save_array(path: Path, array: np.ndarray) -> None:
     """`np.save`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.part")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
     with open(scratch, "wb") as file:
         np.save(file, array)
     os.replace(scratch, path)
@@ -327,7 +328,10 @@ class _Builder:
 
 
 def strip_rows(pairs: list[dict], font_folder: Path) -> list[dict]:
-    """Headings for strips: every lemma that fits, each with its split (2 % are test, 1 % validation) by the hash of its text."""
+    """Headings for strips.
+
+    Every lemma that fits, each with its split (2 % are test, 1 % validation) by the hash of its text.
+    """
     lemmas = {lemma for pair in pairs for lemma in pair["document"].split(", ")}
     shortest, longest = STRIP_LENGTH
     fitting = [text for text in sorted(lemmas) if shortest <= len(text) <= longest and strip_fits(text, font_folder)]

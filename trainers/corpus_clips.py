@@ -22,8 +22,9 @@ def read_animations(archive: Path, concepts: dict[str, dict]) -> tuple[np.ndarra
             The concepts; files of others, of skin variants, or of fewer than eight frames are passed over.
 
     Returns:
-        `tuple[np.ndarray, list[dict]]`: clips `(m, 8, 64, 64, 3)` uint8 and their rows `key`, `source`, `concept`, `text`, `split`
-        (always `"evaluation"`: they are the twins, in three dimensions, of a training artist's drawings).
+        `tuple[np.ndarray, list[dict]]`: clips `(m, 8, 64, 64, 3)` uint8 and their rows `key`, `source`, `concept`,
+        `text`, `split` (always `"evaluation"`: they are the twins, in three dimensions, of a training artist's
+        drawings).
     """
     bases = {key for key, concept in concepts.items() if concept["base"] is None}
     members = read_members(archive, lambda name: name.endswith(".webp") and code_point_key(Path(name).stem) in bases)

@@ -11,9 +11,9 @@ from .corpus_split import check_no_leakage
 
 
 SPLIT_RULE = (
-    "md5(family) % 100: below {test} test, below {validation} validation, else train. A family joins the skin variants of a "
-    "concept and its man, woman, person, boy and girl forms. Twemoji is never trained on. Icons and WordNet pairs that hold a "
-    "held-out label are left out."
+    "md5(family) % 100: below {test} test, below {validation} validation, else train. A family joins the skin "
+    "variants of a concept and its man, woman, person, boy and girl forms. Twemoji is never trained on. Icons and "
+    "WordNet pairs that hold a held-out label are left out."
 )
 
 

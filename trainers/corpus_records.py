@@ -9,11 +9,13 @@ from .corpus_split import PhraseSet, concept_family, family_split
 
 
 LANGUAGES = (
-    "fr", "de", "es", "it", "pt", "nl", "sv", "da", "nb", "fi", "et", "lt", "pl", "hu", "ru", "uk", "zh", "zh-hant", "ja", "ko",
+    "fr", "de", "es", "it", "pt", "nl", "sv", "da", "nb", "fi", "et", "lt", "pl", "hu", "ru", "uk", "zh", "zh-hant",
+    "ja", "ko",
     "th", "vi", "ms", "hi", "bn",
 )  # fmt: skip
 SKIN_TONES = {
-    1: "light skin tone", 2: "medium-light skin tone", 3: "medium skin tone", 4: "medium-dark skin tone", 5: "dark skin tone",
+    1: "light skin tone", 2: "medium-light skin tone", 3: "medium skin tone", 4: "medium-dark skin tone",
+    5: "dark skin tone",
 }  # fmt: skip
 EMOJI_SOURCES = ("noto", "fluent", "openmoji", "twemoji")
 ICON_SOURCES = ("mdi", "tabler", "lucide")
@@ -46,8 +48,9 @@ def read_concepts(archive: Path, test_percent: int = 10, validation_percent: int
             Share of families held out for choosing settings.
 
     Returns:
-        `dict[str, dict]`: by concept id: `en`, `tags`, `group`, `subgroup`, `labels` (language to label), `base` (id of the
-        concept this one is a skin variant of, or `None`), `tone` (text of the skin tone, or `None`), `family`, `split`.
+        `dict[str, dict]`: by concept id: `en`, `tags`, `group`, `subgroup`, `labels` (language to label), `base` (id
+        of the concept this one is a skin variant of, or `None`), `tone` (text of the skin tone, or `None`), `family`,
+        `split`.
     """
     wanted = {f"{language}/data.json" for language in ("en", *LANGUAGES)} | {"meta/groups.json"}
     members = {name: json.loads(data) for name, data in read_members(archive, wanted.__contains__).items()}
@@ -73,7 +76,8 @@ def read_concepts(archive: Path, test_percent: int = 10, validation_percent: int
             key = code_point_key(form["hexcode"])
             is_base = form is entry
             concepts[key] = {
-                "en": form["label"], "tags": form.get("tags", []) if is_base else [], **common, "labels": labels.get(key, {}),
+                "en": form["label"], "tags": form.get("tags", []) if is_base else [], **common,
+                "labels": labels.get(key, {}),
                 "base": None if is_base else base, "tone": None if is_base else _tone_text(form["tone"]),
             }  # fmt: skip
     return concepts

@@ -10,6 +10,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from tqdm.auto import tqdm
 
+from .corpus_sources import default_corpus_folder
+
 
 IMAGE_SIZE = 64
 CLIP_FRAMES = 8
@@ -48,7 +50,8 @@ def on_white(image: Image.Image, size: int = IMAGE_SIZE) -> np.ndarray:
 def render_svg(svg: str) -> np.ndarray | None:
     """An SVG document as `(64, 64, 3)` uint8 on white, or `None` when it cannot be drawn or shows nothing.
 
-    Drawn at twice the size and scaled down. Fonts of the system are never used, so the pixels do not depend on the machine.
+    Drawn at twice the size and scaled down. Fonts of the system are never used, so the pixels do not depend on the
+    machine.
     """
     import resvg_py
 
@@ -158,7 +161,8 @@ def render_strip(text: str, rng: np.random.Generator | None = None, font_folder:
         text (`str`):
             The heading.
         rng (`np.random.Generator`, *optional*):
-            Draws font, size, place and ink. Without it the strip is set in DejaVu Sans 11, the evaluation font, in black.
+            Draws font, size, place and ink. Without it the strip is set in DejaVu Sans 11, the evaluation font, in
+            black.
         font_folder (`Path`, *optional*):
             Folder of `.ttf` files. Defaults to that of the default corpus.
 
@@ -169,8 +173,6 @@ def render_strip(text: str, rng: np.random.Generator | None = None, font_folder:
         FileNotFoundError: if the folder holds no fonts.
     """
     if font_folder is None:
-        from .corpus import default_corpus_folder
-
         font_folder = default_corpus_folder() / "fonts"
     if rng is None:
         strip_font_files(font_folder)

