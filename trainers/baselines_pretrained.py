@@ -7,8 +7,10 @@ parameters, the bar for one small model. Both are optional: what is missing is r
 that brings it.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +78,8 @@ def load_efficientnet() -> Callable[[Sequence[np.ndarray]], np.ndarray]:
         BaselineUnavailable: the package is neither in the cache nor can it be fetched (17 MB).
     """
     try:
-        encode = vision_encoder()
+        with contextlib.redirect_stdout(sys.stderr):  # the package prints that it loaded
+            encode = vision_encoder()
     except (SourceError, OSError, ImportError) as error:
         raise BaselineUnavailable(f"EfficientNet-Lite0 is not there: {error}") from error
 

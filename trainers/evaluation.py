@@ -239,7 +239,7 @@ def _measure(
     task: Any, own: Sequence[System], others: Sequence[System], config: EvaluateConfig
 ) -> list[dict[str, Any]]:
     systems = [*own, *others]
-    ranks = [rank_queries(system.scores, task.relevant, task.exclude) for system in systems]
+    ranks = [rank_queries(system.scores, task.relevant, task.exclude or None) for system in systems]
     lines = []
     for title, rows in task_lines(task).items():
         clusters = None if task.clusters is None else [task.clusters[row] for row in rows]

@@ -1,7 +1,8 @@
 """Which held-out tasks there are, where each comes from, and what stands beside the model on each.
 
-Tasks 1 to 7 travel with the repository as a gallery of permissively licensed items; 8 to 11 are built locally, since
-their licences do not allow shipping them here. A task that is not there is reported with the command that builds it.
+Tasks 1 to 7 and 9a travel with the repository as a gallery of permissively licensed items; the others are built
+locally, since their licences do not allow shipping them here. A task that is not there is reported with the command
+that builds it.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ from .baselines_pretrained import FEATURES, MINILM, RIDGE, BaselineUnavailable, 
 from .errors import MoEMBError, nearest
 
 
-BUILD_COMMAND = "build it with moemb data --evaluation"
+BUILD_COMMAND = "build it with `moemb data --evaluation`"
 
 SHIPPED_TASKS = {
     "emoji-artist": "1",
+    "emoji-flags": "1",
     "emoji-concept": "2",
     "emoji-concept-full": "2",
     "emoji-caption": "3",
@@ -30,16 +32,16 @@ SHIPPED_TASKS = {
     "skin-edit": "6",
     "clip": "7a",
     "motion": "7b",
+    "strip": "9a",
 }
 LOCAL_TASKS = {
     "wiki": "8",
-    "strip": "9a",
     "refman": "9b",
     "stamps": "10",
     "metamath": "11",
     "flag-capital": "11",
 }
-TASKS = SHIPPED_TASKS | LOCAL_TASKS
+TASKS = dict(sorted((SHIPPED_TASKS | LOCAL_TASKS).items(), key=lambda task: (int(task[1].rstrip("ab")), task[1])))
 
 
 class UnknownTaskError(MoEMBError, ValueError):
@@ -107,7 +109,6 @@ class TaskSource:
     def __init__(self, gallery: Path | None = None, corpus: Path | None = None):
         self._gallery_path, self._corpus_path = gallery, corpus
         self._gallery: Any = None
-        self._local: dict[str, Any] | None = None
 
     def load(self, name: str) -> "Any | NotRun":
         """
@@ -129,28 +130,23 @@ class TaskSource:
         return task
 
     def _shipped(self, name: str) -> "Any | NotRun":
-        from .corpus_gallery import load_gallery
+        from .corpus_gallery import GalleryError, load_gallery
 
         if self._gallery is None:
             try:
                 self._gallery = load_gallery(self._gallery_path)
-            except FileNotFoundError as error:
-                return NotRun(name, f"the gallery is not there ({error}); write it with moemb data --gallery")
+            except GalleryError as error:
+                return NotRun(name, str(error))
         if name not in self._gallery.task_names:
-            return NotRun(name, "the gallery does not hold it; write it again with moemb data --gallery")
+            return NotRun(name, "the gallery does not hold it: write it again with `moemb data --gallery`")
         return self._gallery.task(name)
 
     def _built(self, name: str) -> "Any | NotRun":
         from .corpus import default_corpus_folder
-        from .corpus_evaluation import load_local_tasks
+        from .corpus_evaluation import load_local_task
 
-        if self._local is None:
-            folder = self._corpus_path or default_corpus_folder()
-            try:
-                self._local = load_local_tasks(folder)
-            except FileNotFoundError:
-                self._local = {}
-        return self._local.get(name) or NotRun(name, BUILD_COMMAND)
+        task = load_local_task(self._corpus_path or default_corpus_folder(), name)
+        return task if task is not None else NotRun(name, BUILD_COMMAND)
 
 
 def check_task(task) -> None:
@@ -160,9 +156,9 @@ def check_task(task) -> None:
         raise BrokenTaskError(f"task {task.name} has {queries} queries and {documents} documents; both must be there")
     for field in ("relevant", "exclude"):
         rows = getattr(task, field)
-        if rows is not None and len(rows) != queries:
+        if (rows or field == "relevant") and len(rows) != queries:
             raise BrokenTaskError(f"task {task.name}: {field} has {len(rows)} rows for {queries} queries")
-        for query, row in enumerate(rows or ()):
+        for query, row in enumerate(rows):
             if any(not 0 <= index < documents for index in row) or (field == "relevant" and not row):
                 raise BrokenTaskError(f"task {task.name}: {field} of query {query} is {row} for {documents} documents")
     for line, rows in task.groups.items():

@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     if args.output.is_dir():
         raise QuickstartError(f"--output {args.output} is a folder; give the name of a file")
-    gallery = open_gallery(args.gallery)
+    from .corpus_gallery import load_gallery
+
+    gallery = load_gallery(args.gallery)
     _say("loading the model")
     from .evaluation_report import write_atomically
     from .quickstart_model import load_model
@@ -65,28 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def open_gallery(folder: Path | None) -> Any:
-    """
-    Opens the shipped gallery.
-
-    Args:
-        folder (`Path`, *optional*):
-            Its folder; the one beside the recipes when left out.
-
-    Raises:
-        QuickstartError: it is not there.
-    """
-    from .corpus_gallery import load_gallery
-
-    try:
-        return load_gallery(folder)
-    except FileNotFoundError as error:
-        raise QuickstartError(
-            f"the gallery is not there ({error}); run from a checkout of the repository, or write it with: "
-            "moemb data --gallery"
-        ) from error
 
 
 def tell(model: Any, name: str, gallery: Any, started: float | None = None):
@@ -131,13 +111,13 @@ def tell(model: Any, name: str, gallery: Any, started: float | None = None):
     return Story(
         model=name,
         answers=answers,
-        measured=measure(collection.entries, vectors),
+        measured=[measure(sweep, collection.entries, vectors) for sweep in collection.sweeps],
         meter=meter,
         parameters=count_parameters(network),
         device=_device_text(model),
         dimension=vectors.shape[1],
         seconds=time.perf_counter() - started,
-        attribution=gallery.attribution,
+        attribution=(gallery.folder / "ATTRIBUTION.md").read_text(encoding="utf-8"),
         versions=package_versions(),
     )
 
@@ -150,53 +130,31 @@ def _device_text(model: Any) -> str:
     return f"{device}, {threads} thread{'s' if threads != 1 else ''}" if device == "cpu" else device
 
 
-def measure(entries: Sequence[Any], vectors: np.ndarray) -> list:
+def measure(sweep: Any, entries: Sequence[Any], vectors: np.ndarray) -> Any:
     """
-    Measures the searches that the embedded entries allow, over all of them.
+    Measures a search over all its queries.
 
     Args:
+        sweep (`Sweep`):
+            The search.
         entries (`Sequence[Entry]`):
             The entries.
         vectors (`np.ndarray`):
             Float32 `[entries, dim]`, of unit length.
 
     Returns:
-        `list[Measured]`: English, French and Japanese names to pictures, names to clips, names to headings.
+        `Measured`: recall and chance.
     """
-    place = {entry.key: row for row, entry in enumerate(entries)}
-    names = [entry for entry in entries if entry.modality == "text"]
-    images = [entry for entry in entries if entry.modality == "image"]
-    unseen = {entry.concept for entry in names if entry.language != "en"}
-    lines = []
-    for title, target, language, only_unseen in (
-        ("English name → picture, all concepts", "image", "en", False),
-        ("English name → picture, unseen concepts", "image", "en", True),
-        ("Japanese name → picture, unseen concepts", "image", "ja", True),
-        ("English name → clip", "clip/", "en", False),
-        ("English name → heading, unseen concepts", "page/", "en", True),
-    ):
-        pool = images if target == "image" else [entry for entry in entries if entry.key.startswith(target)]
-        row_of = {entry.concept: row for row, entry in enumerate(pool)}
-        asked = [
-            entry
-            for entry in names
-            if entry.language == language and entry.concept in row_of and (not only_unseen or entry.concept in unseen)
-        ]
-        if asked:
-            lines.append(_measured(title, asked, pool, row_of, place, vectors))
-    return lines
-
-
-def _measured(title, asked, pool, row_of, place, vectors):
     from .evaluation_metrics import chance_levels, query_values, rank_queries
     from .quickstart_page import Measured
 
-    queries = vectors[[place[entry.key] for entry in asked]]
-    documents = vectors[[place[entry.key] for entry in pool]]
-    relevant = [[row_of[entry.concept]] for entry in asked]
-    ranks = rank_queries(lambda start, stop: queries[start:stop] @ documents.T, relevant)
+    place = {entry.key: row for row, entry in enumerate(entries)}
+    queries = vectors[[place[key] for key in sweep.queries]]
+    documents = vectors[[place[key] for key in sweep.pool]]
+    ranks = rank_queries(lambda start, stop: queries[start:stop] @ documents.T, sweep.relevant)
     values = {name: float(value.mean()) for name, value in query_values(ranks).items()}
-    return Measured(title, len(asked), len(pool), values, chance_levels(ranks.pool, ranks.relevant))
+    chance = chance_levels(ranks.pool, ranks.relevant)
+    return Measured(sweep.title, len(sweep.queries), len(sweep.pool), values, chance)
 
 
 def console_lines(story: Any) -> list[str]:

@@ -1,17 +1,14 @@
-"""What the quickstart embeds and asks: held-out pictures, clips, headings and labels, and questions with known
-answers.
+"""What the quickstart embeds and asks: held-out pictures, clips, headings and names, and questions with known answers.
 
-Which questions are asked was fixed before any answer was seen: everyday things by name, and unseen concepts drawn
-with a seed. The pictures are by an artist, and the unseen concepts of families, that moemb-mini was not trained on.
+Which questions are asked was fixed before any answer was seen: everyday things by name, and unseen concepts and
+headings drawn with a seed. The pictures are by an artist, and the unseen concepts of families, that moemb-mini was
+not trained on.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
 from .corpus_render import MOTIONS, motion_clip
 
@@ -26,12 +23,8 @@ LANGUAGES = {
     "ru": "Russian",
     "hi": "Hindi",
 }
-ARTIST = "twemoji"
-QUERY_ARTIST = "noto"
 _SEED = 7
 _MOVING_CONCEPTS = 10
-_PAGES = 60
-_PAGE_SIZE = (128, 32)
 # Everyday things by code point: language of the question and what is asked for.
 _NAMED = (
     ("en", "1f3bb"),
@@ -48,7 +41,7 @@ _EDITS = (("1f44b", "dark skin tone"), ("1f44d", "light skin tone"), ("1f478", "
 @dataclass(frozen=True)
 class Entry:
     """
-    Something that can be found.
+    Something that is embedded and can be found.
 
     Args:
         key (`str`):
@@ -59,17 +52,17 @@ class Entry:
             What is embedded: `text`, `image` (uint8 `[H, W, 3]`) or `video` (uint8 `[F, H, W, 3]`).
         label (`str`):
             What it shows, in English; the model never sees it with a picture.
-        concept (`str`):
-            Id of the concept it belongs to.
+        twin (`str`):
+            Entries of a modality with the same twin are the same answer, such as two flags with equal pixels.
         language (`str`, *optional*, defaults to `""`):
-            Language code of a text.
+            Language code of a name; empty for texts that are only asked, never found.
     """
 
     key: str
     modality: str
     item: dict[str, Any]
     label: str
-    concept: str
+    twin: str
     language: str = ""
 
 
@@ -92,11 +85,11 @@ class Question:
         language (`str`, *optional*, defaults to `""`):
             Language code of the query's text.
         unseen (`bool`, *optional*, defaults to `False`):
-            Whether no picture of this concept was in the training data.
+            Whether no picture of this concept (or no heading with this text) was in the training data.
         exclude (`frozenset[str]`, *optional*):
             Keys that are left out, such as the query picture itself.
         within (`frozenset[str]`, *optional*):
-            Languages of the texts that are searched; all when empty.
+            Languages of the texts that are searched; all entries of the modality when empty.
     """
 
     kind: str
@@ -111,11 +104,34 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """
+    A search that is made for all its queries, to be measured.
+
+    Args:
+        title (`str`):
+            What is searched.
+        queries (`list[str]`):
+            Keys of entries that ask.
+        pool (`list[str]`):
+            Keys of entries that can be found.
+        relevant (`list[list[int]]`):
+            Per query the places of its right answers in the pool.
+    """
+
+    title: str
+    queries: list[str]
+    pool: list[str]
+    relevant: list[list[int]]
+
+
+@dataclass(frozen=True)
 class Collection:
-    """The entries and the questions of the quickstart."""
+    """The entries, the questions that are shown, and the sweeps that are measured."""
 
     entries: list[Entry] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)
 
 
 def build_collection(gallery) -> Collection:
@@ -127,245 +143,199 @@ def build_collection(gallery) -> Collection:
             The shipped gallery.
 
     Returns:
-        `Collection`: about 1,900 pictures with some skin-tone variants, 190 real and 80 moving clips, headings, and
-        labels.
+        `Collection`: about 1,900 pictures with some skin-tone variants, 190 real clips and 80 made to move, 500
+        headings, and the names in the languages of `LANGUAGES`.
     """
-    concepts = gallery.concepts
-    unseen = unseen_concepts(gallery)
-    entries = _pictures(gallery) + _clips(gallery, unseen) + _pages(concepts, unseen) + _texts(gallery, unseen)
-    present = {entry.key: entry for entry in entries}
-    questions = [
-        *_named_questions(concepts, present),
-        *_unseen_questions(concepts, present, unseen),
-        *_clip_questions(concepts, present, unseen),
-        *_page_questions(concepts, present, unseen),
-        *_picture_questions(gallery, present, unseen),
-        *_edit_questions(gallery, present),
-        *_text_questions(gallery, present, unseen),
-    ]
-    return Collection(entries, questions)
+    return _Builder(gallery).build()
 
 
-def unseen_concepts(gallery) -> list[str]:
-    """Returns ids of test concepts (no flags, no variants) that the artist drew, in a seeded random order."""
-    drawn = {row["concept"] for row in gallery.image_rows if row["source"] == ARTIST}
-    chosen = sorted(
-        name
-        for name, concept in gallery.concepts.items()
-        if concept["split"] == "test" and not concept["base"] and concept["group"] != "flags" and name in drawn
-    )
-    random.Random(_SEED).shuffle(chosen)
-    return chosen
+class _Builder:
+    """Holds what the parts of a collection share."""
 
+    def __init__(self, gallery):
+        self.concepts = gallery.concepts
+        self.pictures = gallery.pictures
+        self.twemoji = {
+            picture.concept: picture for picture in gallery.pictures["twemoji"] if not picture.near_duplicate
+        }
+        self.unseen = self._unseen()
+        self.entries: dict[str, Entry] = {}
 
-def draw_heading(text: str) -> np.ndarray:
-    """A heading set in Pillow's own font, black on white, uint8 `[32, 128, 3]`; too long ones are cut by the edge."""
-    page = Image.new("RGB", _PAGE_SIZE, "white")
-    font = ImageFont.load_default(size=11)
-    ImageDraw.Draw(page).text((4, _PAGE_SIZE[1] // 2), text, fill="black", font=font, anchor="lm")
-    return np.asarray(page)
-
-
-def _pictures(gallery) -> list[Entry]:
-    edited = {base for base, _ in _EDITS}
-    entries = []
-    for row in gallery.image_rows:
-        if row["source"] != ARTIST or row.get("near_duplicate"):
-            continue
-        base = gallery.concepts[row["concept"]]["base"]
-        if base and base not in edited:
-            continue
-        image = np.asarray(gallery.image(row["key"]))
-        entries.append(Entry(row["key"], "image", {"image": image}, row["text"], row["concept"]))
-    return entries
-
-
-def _clips(gallery, unseen: Sequence[str]) -> list[Entry]:
-    entries = [
-        Entry(
-            f"clip/{row['concept']}",
-            "clip",
-            {"video": np.asarray(gallery.clip(row["key"]))},
-            row["text"],
-            row["concept"],
-        )
-        for row in gallery.clip_rows
-    ]
-    keys = {row["concept"]: row["key"] for row in gallery.image_rows if row["source"] == ARTIST}
-    for name in unseen[:_MOVING_CONCEPTS]:
-        image, label = np.asarray(gallery.image(keys[name])), gallery.concepts[name]["en"]
-        for motion in MOTIONS:
-            clip = {"video": motion_clip(image, motion)}
-            entries.append(Entry(f"motion/{name}/{motion}", "clip", clip, f"{label} {motion}", name))
-    return entries
-
-
-def _pages(concepts: Mapping[str, dict], unseen: Sequence[str]) -> list[Entry]:
-    chosen = [name for name in unseen if len(concepts[name]["en"]) <= 20][:_PAGES]
-    return [
-        Entry(
-            f"page/{name}",
-            "page",
-            {"image": draw_heading(concepts[name]["en"].capitalize())},
-            concepts[name]["en"],
-            name,
-        )
-        for name in chosen
-    ]
-
-
-def _texts(gallery, unseen: Sequence[str]) -> list[Entry]:
-    concepts = gallery.concepts
-    drawn = dict.fromkeys(row["concept"] for row in gallery.image_rows if row["source"] == ARTIST)
-    base = [name for name in drawn if not concepts[name]["base"]]
-    entries = [_text_entry(concepts, name, "en") for name in base]
-    for name in unseen:
-        for language in LANGUAGES:
-            if language in concepts[name]["labels"] and language != "en":
-                entries.append(_text_entry(concepts, name, language))
-    return entries
-
-
-def _text_entry(concepts: Mapping[str, dict], name: str, language: str) -> Entry:
-    text = label_in(concepts[name], language)
-    return Entry(f"text/{language}/{name}", "text", {"text": text}, concepts[name]["en"], name, language)
-
-
-def label_in(concept: Mapping[str, Any], language: str) -> str:
-    """Returns the label of a concept in a language, `"en"` or one of its `labels`."""
-    return concept["en"] if language == "en" else concept["labels"][language]
-
-
-def _named_questions(concepts, present) -> list[Question]:
-    return [
-        Question(
-            "text → image",
-            {"text": label_in(concepts[name], language)},
-            concepts[name]["en"],
-            "image",
-            frozenset({f"{ARTIST}/{name}"}),
-            language,
-            concepts[name]["split"] == "test",
-        )
-        for language, name in _NAMED
-        if f"{ARTIST}/{name}" in present and (language == "en" or language in concepts[name]["labels"])
-    ]
-
-
-def _unseen_questions(concepts, present, unseen) -> list[Question]:
-    return [
-        Question(
-            "text → image",
-            {"text": concepts[name]["en"]},
-            concepts[name]["en"],
-            "image",
-            frozenset({f"{ARTIST}/{name}"}),
-            "en",
-            True,
-        )
-        for name in [name for name in unseen if f"{ARTIST}/{name}" in present][:3]
-    ]
-
-
-def _clip_questions(concepts, present, unseen) -> list[Question]:
-    questions = [
-        Question(
-            "text → clip",
-            {"text": label_in(concepts[name], language)},
-            concepts[name]["en"],
-            "clip",
-            frozenset({f"clip/{name}"}),
-            language,
-            concepts[name]["split"] == "test",
-        )
-        for language, name in _CLIPS
-        if f"clip/{name}" in present and (language == "en" or language in concepts[name]["labels"])
-    ]
-    for name, motion in zip(unseen[:2], ("moving left", "growing"), strict=False):
-        text = f"{concepts[name]['en']} {motion}"
-        answer = frozenset({f"motion/{name}/{motion}"})
-        questions.append(Question("text → clip", {"text": text}, text, "clip", answer, "en", True))
-    return questions
-
-
-def _page_questions(concepts, present, unseen) -> list[Question]:
-    pages = [name for name in unseen if f"page/{name}" in present][:2]
-    return [
-        Question(
-            "text → heading",
-            {"text": concepts[name]["en"]},
-            concepts[name]["en"],
-            "page",
-            frozenset({f"page/{name}"}),
-            "en",
-            True,
-        )
-        for name in pages
-    ]
-
-
-def _picture_questions(gallery, present, unseen) -> list[Question]:
-    keys = {row["concept"]: row["key"] for row in gallery.image_rows if row["source"] == QUERY_ARTIST}
-    chosen = [name for name in unseen if name in keys and f"{ARTIST}/{name}" in present][:3]
-    return [
-        Question(
-            "image → image",
-            {"image": np.asarray(gallery.image(keys[name]))},
-            gallery.concepts[name]["en"],
-            "image",
-            frozenset({f"{ARTIST}/{name}"}),
-            unseen=True,
-        )
-        for name in chosen
-    ]
-
-
-def _edit_questions(gallery, present) -> list[Question]:
-    questions = []
-    for base, tone in _EDITS:
-        answers = [
-            key
-            for key, entry in present.items()
-            if entry.modality == "image"
-            and gallery.concepts[entry.concept]["base"] == base
-            and gallery.concepts[entry.concept].get("tone") == tone
+    def build(self) -> Collection:
+        for entry in (*self._images(), *self._clips(), *self._pages(), *self._texts()):
+            self.entries[entry.key] = entry
+        questions = [
+            *self._named_questions(),
+            *self._clip_questions(),
+            *self._page_questions(),
+            *self._image_questions(),
+            *self._edit_questions(),
+            *self._text_questions(),
         ]
-        query = f"{ARTIST}/{base}"
-        if not answers or query not in present:
-            continue
-        item = {"image": present[query].item["image"], "text": tone}
-        label = f"{present[query].label}, {tone}"
-        questions.append(
-            Question(
-                "image + text → image", item, label, "image", frozenset(answers), "en", exclude=frozenset({query})
-            )
-        )
-    return questions
+        return Collection(list(self.entries.values()), questions, self._sweeps())
 
+    def _unseen(self) -> list[str]:
+        """Concepts of which no picture was in the training data (no flags, no variants), in a seeded random order."""
+        chosen = sorted(
+            name
+            for name in self.twemoji
+            if self.concepts[name]["split"] == "test"
+            and not self.concepts[name]["trained"]
+            and self.concepts[name]["base"] is None
+            and "flag" not in self.concepts[name]["subgroup"]
+        )
+        random.Random(_SEED).shuffle(chosen)
+        return chosen
 
-def _text_questions(gallery, present, unseen) -> list[Question]:
-    questions = []
-    with_text = [name for name in unseen if f"text/ja/{name}" in present and f"{ARTIST}/{name}" in present]
-    for name in with_text[:1]:
-        answers = frozenset(
-            key for key, entry in present.items() if entry.modality == "text" and entry.concept == name
+    def _images(self) -> Iterable[Entry]:
+        edited = {base for base, _ in _EDITS}
+        for name, picture in self.twemoji.items():
+            if self.concepts[name]["base"] in {None, *edited}:
+                label = self.concepts[name]["en"]
+                yield Entry(f"image/{name}", "image", {"image": picture.pixels}, label, picture.twin)
+
+    def _clips(self) -> Iterable[Entry]:
+        for picture in self.pictures["clips"]:
+            name = picture.concept
+            yield Entry(f"clip/{name}", "clip", {"video": picture.pixels}, self.concepts[name]["en"], name)
+        for name in self.unseen[:_MOVING_CONCEPTS]:
+            for motion in MOTIONS:
+                label = f"{self.concepts[name]['en']} {motion}"
+                clip = {"video": motion_clip(self.twemoji[name].pixels, motion)}
+                yield Entry(f"motion/{name}/{motion}", "clip", clip, label, label)
+                yield Entry(f"asked/{label}", "text", {"text": label}, label, label)
+
+    def _pages(self) -> Iterable[Entry]:
+        for picture in self.pictures["strips"]:
+            title = picture.concept
+            yield Entry(f"page/{title}", "page", {"image": picture.pixels}, title, title)
+            yield Entry(f"asked/{title}", "text", {"text": title}, title, title)
+
+    def _texts(self) -> Iterable[Entry]:
+        for name in self.twemoji:
+            if self.concepts[name]["base"] is None:
+                yield self._name(name, "en")
+        for name in self.unseen:
+            for language in LANGUAGES:
+                if self._has(name, language) and language != "en":
+                    yield self._name(name, language)
+
+    def _name(self, name: str, language: str) -> Entry:
+        text = self._label(name, language)
+        return Entry(f"text/{language}/{name}", "text", {"text": text}, self.concepts[name]["en"], name, language)
+
+    def _has(self, name: str, language: str) -> bool:
+        return name in self.concepts and (language == "en" or language in self.concepts[name]["labels"])
+
+    def _label(self, name: str, language: str) -> str:
+        concept = self.concepts[name]
+        return concept["en"] if language == "en" else concept["labels"][language]
+
+    def _same(self, key: str) -> frozenset[str]:
+        """Keys of all entries that are the same answer as `key`."""
+        right = self.entries[key]
+        return frozenset(
+            other.key
+            for other in self.entries.values()
+            if other.modality == right.modality and other.twin == right.twin
         )
-        item = {"image": present[f"{ARTIST}/{name}"].item["image"]}
-        questions.append(
-            Question("image → text", item, present[f"{ARTIST}/{name}"].label, "text", answers, unseen=True)
-        )
-    for name in with_text[1:2]:
-        text = label_in(gallery.concepts[name], "ja")
-        questions.append(
-            Question(
-                "text → text",
-                {"text": text},
-                gallery.concepts[name]["en"],
-                "text",
-                frozenset({f"text/en/{name}"}),
-                "ja",
-                True,
-                within=frozenset({"en"}),
+
+    def _named(self, kind: str, key: str, name: str, language: str) -> Question:
+        item = {"text": self._label(name, language)}
+        target = self.entries[key].modality
+        unseen = name in self.unseen
+        return Question(kind, item, self.concepts[name]["en"], target, self._same(key), language, unseen)
+
+    def _named_questions(self) -> Iterable[Question]:
+        wanted = [*_NAMED, *(("en", name) for name in self.unseen[:3])]
+        for language, name in wanted:
+            if f"image/{name}" in self.entries and self._has(name, language):
+                yield self._named("text → image", f"image/{name}", name, language)
+
+    def _clip_questions(self) -> Iterable[Question]:
+        for language, name in _CLIPS:
+            if f"clip/{name}" in self.entries and self._has(name, language):
+                yield self._named("text → clip", f"clip/{name}", name, language)
+        for name, motion in zip(self.unseen, ("moving left", "growing"), strict=False):
+            key = f"motion/{name}/{motion}"
+            label = self.entries[key].label
+            yield Question("text → clip", {"text": label}, label, "clip", frozenset({key}), "en", True)
+
+    def _page_questions(self) -> Iterable[Question]:
+        titles = sorted(picture.concept for picture in self.pictures["strips"])
+        for title in random.Random(_SEED).sample(titles, min(3, len(titles))):
+            answer = frozenset({f"page/{title}"})
+            yield Question("text → heading", {"text": title}, title, "page", answer, "en", True)
+
+    def _image_questions(self) -> Iterable[Question]:
+        drawn = {picture.concept: picture for picture in self.pictures["noto"]}
+        for name in [name for name in self.unseen if name in drawn][:3]:
+            item = {"image": drawn[name].pixels}
+            answers = self._same(f"image/{name}")
+            yield Question("image → image", item, self.concepts[name]["en"], "image", answers, unseen=True)
+
+    def _edit_questions(self) -> Iterable[Question]:
+        for base, tone in _EDITS:
+            answers = frozenset(
+                f"image/{name}"
+                for name in self.twemoji
+                if self.concepts[name]["base"] == base and self.concepts[name]["tone"] == tone
             )
-        )
-    return questions
+            if not answers or base not in self.twemoji:
+                continue
+            item = {"image": self.twemoji[base].pixels, "text": tone}
+            label = f"{self.concepts[base]['en']}, {tone}"
+            own = frozenset({f"image/{base}"})
+            yield Question("image + text → image", item, label, "image", answers, "en", exclude=own)
+
+    def _text_questions(self) -> Iterable[Question]:
+        named = [name for name in self.unseen if self._has(name, "ja")]
+        for name in named[:2]:
+            answers = frozenset(
+                f"text/{language}/{name}" for language in LANGUAGES if f"text/{language}/{name}" in self.entries
+            )
+            item, label = {"image": self.twemoji[name].pixels}, self.concepts[name]["en"]
+            every = frozenset(LANGUAGES)
+            yield Question("image → text", item, label, "text", answers, unseen=True, within=every)
+        for name in named[2:4]:
+            item, label = {"text": self._label(name, "ja")}, self.concepts[name]["en"]
+            answers, english = frozenset({f"text/en/{name}"}), frozenset({"en"})
+            yield Question("text → text", item, label, "text", answers, "ja", True, within=english)
+
+    def _sweeps(self) -> list[Sweep]:
+        base = [name for name in self.twemoji if self.concepts[name]["base"] is None]
+        trained = [name for name in base if self.concepts[name]["trained"]]
+        images = [f"image/{name}" for name in base]
+        clips = [f"clip/{picture.concept}" for picture in self.pictures["clips"]]
+        animated = [name for name in trained if f"clip/{name}" in self.entries]
+        moving = [entry for entry in self.entries.values() if entry.key.startswith("motion/")]
+        titles = [picture.concept for picture in self.pictures["strips"]]
+        pages = [f"page/{title}" for title in titles]
+        japanese = [name for name in self.unseen if self._has(name, "ja")]
+        sweeps = [
+            self._sweep("English name → picture, trained concepts", [f"text/en/{name}" for name in trained], images),
+            self._sweep(
+                "English name → picture, unseen concepts", [f"text/en/{name}" for name in self.unseen], images
+            ),
+            self._sweep("Japanese name → picture, unseen concepts", [f"text/ja/{name}" for name in japanese], images),
+            self._sweep("English name → clip, trained concepts", [f"text/en/{name}" for name in animated], clips),
+            self._sweep(
+                "name and motion → clip, unseen concepts",
+                [f"asked/{entry.label}" for entry in moving],
+                [entry.key for entry in moving],
+            ),
+            self._sweep("title → heading, unseen titles", [f"asked/{title}" for title in titles], pages),
+        ]
+        return [sweep for sweep in sweeps if sweep.queries]
+
+    def _sweep(self, title: str, queries: Sequence[str], pool: Sequence[str]) -> Sweep:
+        places: dict[str, list[int]] = {}
+        for place, key in enumerate(pool):
+            places.setdefault(self.entries[key].twin, []).append(place)
+        relevant = []
+        for key in queries:
+            asked = self.entries[key].twin
+            # A picture's twin is named after the first concept that has the same pixels.
+            twin = self.twemoji[asked].twin if pool and pool[0].startswith("image/") else asked
+            relevant.append(places[twin])
+        return Sweep(title, list(queries), list(pool), relevant)

@@ -1,6 +1,5 @@
 import argparse
 import json
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 
 from moemb.trainers import evaluation, evaluation_tasks, quickstart_model
 from moemb.trainers.baselines_pretrained import MINILM, RIDGE, BaselineUnavailable
+from moemb.trainers.corpus_tasks import EvaluationTask
 from moemb.trainers.evaluation import EvaluateConfig, NothingEvaluatedError, evaluate, run
 from moemb.trainers.evaluation_report import markdown, percent, verdict
 from moemb.trainers.evaluation_tasks import (
@@ -24,22 +24,8 @@ from moemb.trainers.evaluation_tasks import (
 )
 
 
-@dataclass
-class Task:
-    """The fields of `EvaluationTask` that evaluation reads."""
-
-    name: str
-    queries: list
-    documents: list
-    relevant: list
-    number: str = "0"
-    kind: str = "text->text"
-    tag: str = "OOD"
-    description: str = "A task."
-    licence: str = "MIT"
-    exclude: list | None = None
-    groups: dict = field(default_factory=dict)
-    clusters: list | None = None
+def Task(name, queries, documents, relevant, kind="text->text", **fields):
+    return EvaluationTask(name, "0", kind, "OOD", "A task.", queries, documents, relevant, "MIT", **fields)
 
 
 class Encoder(torch.nn.Module):
