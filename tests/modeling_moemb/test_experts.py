@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modeling_moemb.experts_moemb import MoEMBExperts, MoEMBSparseMoeBlock, surviving_pairs
+from modeling_moemb.experts_moemb import MoEMBExperts, MoEMBSparseMoeBlock, expert_rows, padded_counts
 from modeling_moemb.routing_moemb import Routing, route, uniform_top_k
 
 
@@ -90,12 +90,48 @@ def test_unaligned_widths_take_the_segment_loop(tiny_settings):
     )
 
 
-def test_surviving_pairs_are_sorted_and_complete():
+def test_surviving_pairs_are_laid_out_by_expert():
     index = torch.tensor([[2, 8], [0, 2], [8, 8], [1, 0]])
-    order, counts = surviving_pairs(index, 8)
-    assert index.reshape(-1)[order].tolist() == [0, 0, 1, 2, 2]
-    assert order.tolist() == [2, 7, 6, 0, 3]
-    assert counts.tolist() == [2, 1, 2, 0, 0, 0, 0, 0]
+    rows = expert_rows(index, 8, pad=False)
+    assert rows.token.tolist() == [1, 3, 3, 0, 1]
+    assert rows.counts.tolist() == [2, 1, 2, 0, 0, 0, 0, 0]
+    assert rows.pair.tolist() == [0, 2, 3, 6, 7]
+    assert rows.place.tolist() == [3, 0, 4, 2, 1]
+
+
+def test_padding_rows_stand_after_the_pairs_of_each_expert():
+    index = torch.randint(0, 9, (300, 3))
+    rows = expert_rows(index, 8, pad=True)
+    counts = torch.bincount(index.flatten(), minlength=9)[:8]
+    assert torch.equal(rows.counts, padded_counts(counts)) and int(rows.counts.sum()) == rows.token.shape[0]
+    owner = torch.repeat_interleave(torch.arange(8), rows.counts)
+    assert torch.equal(owner[rows.place], index.flatten()[rows.pair])
+    assert torch.equal(rows.token[rows.place], rows.pair // 3)
+
+
+def test_padded_counts_take_few_values_and_waste_little():
+    counts = torch.arange(0, 5000)
+    padded = padded_counts(counts)
+    assert (padded >= counts).all() and padded[0] == 0 and not (padded % 8).any()
+    assert (padded[64:].double() / counts[64:]).max() <= 1.13
+    assert padded.unique().numel() < 80
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_bf16_experts_equal_the_naive_sum(tiny_config, skips):
+    module = experts(tiny_config, "grouped", torch.bfloat16)
+    routing = routing_with_skips() if skips else route(torch.randn(37, 8), 3, torch.float32)
+    hidden = torch.randn(37, 64).bfloat16().requires_grad_()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, module.gate_up_proj, module.down_proj)]
+    weight = routing.weight.bfloat16()
+    expected = experts_naive(exact[0], routing.expert_index, weight.double(), *exact[1:], 8)
+    actual = module(hidden, routing.expert_index, weight)
+    assert (actual.double() - expected).abs().max() <= 2e-2 * expected.abs().max()
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    actual.backward(grad.bfloat16())
+    for mine, reference in zip((hidden, module.gate_up_proj, module.down_proj), exact):
+        assert (mine.grad.double() - reference.grad).abs().max() <= 3e-2 * reference.grad.abs().max()
 
 
 def test_route_weights_ignore_unselected_experts():
