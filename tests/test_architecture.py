@@ -1,4 +1,4 @@
-"""The arrows between the rooms (recipes -> trainers -> modeling_moemb -> transformers, torch) and the size of things."""
+"""Who may import whom (recipes -> trainers -> modeling_moemb -> transformers, torch), and how large things may be."""
 
 import ast
 import re

@@ -125,7 +125,7 @@ def convert_checkpoint(
             work.forget()
             return target
         write_weights(work, shards)
-        _write_rest(work.folder, config, processor, source, folder, plain)
+        _write_rest(work.folder, target.name, config, processor, source, folder)
         work.publish()
     return target
 
@@ -282,12 +282,21 @@ def write_weights(work: WorkFolder, shards: dict[str, list[PlannedTensor]]) -> N
         (work.folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_rest(folder: Path, config, processor, source, source_folder: Path, plain: bool) -> None:
+def _write_rest(folder: Path, name: str, config, processor, source: str | Path, source_folder: Path) -> None:
     """Write everything but the weights, and read the weight headers back as a last check."""
     from .model_card import card_text, license_of
     from .repository import write_repository_files
 
-    name = source if not Path(source).expanduser().is_dir() else source_folder.name
-    card = card_text(config, name=f"{name} as an embedder", base_model=str(name), license=license_of(source_folder))
+    plain = config.model_type != "moemb"
+    if not plain:
+        config.embedding = processor.conventions()
+    from_hub = not Path(source).expanduser().is_dir()
+    card = card_text(
+        config,
+        name=name,
+        base_model=str(source) if from_hub else None,
+        license=license_of(source_folder),
+        description=f"Converted from {source if from_hub else source_folder.name} by `moemb convert`.",
+    )
     write_repository_files(folder, config=config, processor=processor, card_text=card, plain=plain)
     read_checkpoint(folder)

@@ -41,7 +41,8 @@ class WorkFolder:
     @property
     def finished(self) -> bool:
         """Whether an earlier run with the same recipe got as far as the rename."""
-        return self.target.exists() and self._journal_matches()
+        renamed = not self.folder.exists() and (self.target / "config.json").is_file()
+        return renamed and self._journal_matches()
 
     def __enter__(self) -> "WorkFolder":
         self.target.parent.mkdir(parents=True, exist_ok=True)

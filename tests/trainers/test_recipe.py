@@ -60,7 +60,8 @@ def recipe(tmp_path):
 def test_values_take_the_type_of_their_field(recipe):
     path = recipe(
         "learning_rate: 1e-4\nsteps: 1e3\npacking: true\nname: x\nlanguages: [en, de]\nsize: [2, 3]\n"
-        "mode: exact\ncolour: blue\nweights: {text: 1}\ninner: {width: 4}\nfolder: some/where\nanything: [1, {a: 2}]\nresume: true\n"
+        "mode: exact\ncolour: blue\nweights: {text: 1}\ninner: {width: 4}\n"
+        "folder: some/where\nanything: [1, {a: 2}]\nresume: true\n"
     )
     (settings,) = load_recipe(path, Settings)
     assert settings == Settings(

@@ -1,0 +1,107 @@
+"""A checkpoint several times larger than the memory the process may have converts."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import Qwen3_5MoeForConditionalGeneration
+
+from moemb.trainers.convert_safetensors import read_checkpoint
+
+from .stock_checkpoint import stock_config, stock_processor
+
+
+MEMORY = 2**30  # what the process may have resident, libraries included
+EXTRA = 384 * 2**20  # address space it may take beyond what importing the libraries took
+LIMITED_RUN = """
+import resource, sys
+import torch, transformers
+import modeling_moemb.processing_moemb
+from transformers import AutoProcessor, Qwen3_5MoeForConditionalGeneration
+from moemb.trainers import convert, model_card, repository
+
+status = open("/proc/self/status").read()
+size = int(status.split("VmSize:")[1].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[3]),) * 2)
+convert.convert_checkpoint(sys.argv[1], sys.argv[2])
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def write_sparse_checkpoint(folder, config, packed: bool) -> int:
+    """Write headers over holes: files with the sizes of a real checkpoint that take no room on the disk.
+
+    Returns:
+        `int`: bytes of all tensors.
+    """
+    with torch.device("meta"):
+        state = Qwen3_5MoeForConditionalGeneration(config).state_dict()
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    if not packed:
+        shapes = dict(one_by_one(shapes))
+    folder.mkdir()
+    weight_map, total = {}, 0
+    groups = {}
+    for key in shapes:
+        groups.setdefault(".".join(key.split(".")[:4]), []).append(key)
+    for number, keys in enumerate(groups.values()):
+        name, header, end = f"model-{number}.safetensors", {}, 0
+        for key in keys:
+            size = 2 * torch.Size(shapes[key]).numel()
+            header[key] = {"dtype": "BF16", "shape": shapes[key], "data_offsets": [end, end + size]}
+            end += size
+            weight_map[key] = name
+        text = json.dumps(header).encode()
+        with open(folder / name, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+        total += end
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config.architectures = ["Qwen3_5MoeForConditionalGeneration"]
+    config.save_pretrained(folder)
+    stock_processor().save_pretrained(folder)
+    return total
+
+
+def one_by_one(shapes):
+    """The per-expert keys of packed ones."""
+    for key, shape in shapes.items():
+        if key.endswith("experts.gate_up_proj"):
+            for i in range(shape[0]):
+                for name in ("gate_proj", "up_proj"):
+                    yield key.replace("gate_up_proj", f"{i}.{name}.weight"), (shape[1] // 2, shape[2])
+        elif key.endswith("experts.down_proj"):
+            for i in range(shape[0]):
+                yield key.replace("down_proj", f"{i}.down_proj.weight"), shape[1:]
+        else:
+            yield key, shape
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "per-expert"])
+def test_conversion_needs_memory_for_a_block_not_for_a_shard(tmp_path, tiny_settings, packed):
+    settings = json.loads(json.dumps(tiny_settings))
+    settings["text_config"] |= {
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "num_experts": 128,
+        "moe_intermediate_size": 640,
+    }
+    settings["vision_config"]["out_hidden_size"] = 1024
+    config = stock_config(settings, vocab_size=200_000)
+    total = write_sparse_checkpoint(tmp_path / "stock", config, packed)
+    assert total > 4 * MEMORY
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED_RUN, str(tmp_path / "stock"), str(tmp_path / "new"), str(EXTRA)],
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split("peak")[1]) < MEMORY
+    converted = read_checkpoint(tmp_path / "new")
+    assert sum(tensor.num_bytes for tensor in converted.values()) == total - 2 * 200_000 * 1024  # all but lm_head
