@@ -137,9 +137,14 @@ def tiles(story: Story) -> list[tuple[str, str, str]]:
 
 def limits(story: Story) -> str:
     """Returns what the reader should not conclude."""
-    return (
+    scope = (
         f"{story.model} is a small demonstration model: it knows drawn pictures of everyday things, short names in "
-        "some languages and simple motions, and little else. The questions were fixed before their answers were seen; "
+        "some languages and simple motions, and little else. "
+        if story.model == "moemb-mini"
+        else ""
+    )
+    return (
+        f"{scope}The questions were fixed before their answers were seen; "
         "wrong answers are shown as they came. Only one picture counts as right, so a near twin counts as wrong. "
         "Measured results with baselines: moemb evaluate --config recipes/moemb-mini/evaluate.yaml."
     )
