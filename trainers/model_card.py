@@ -3,6 +3,7 @@
 No figure is typed by hand. What has not been measured is said to be so.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def count_parameters(config) -> dict[str, int]:
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
 
     with torch.device("meta"):
-        model = Qwen3_5MoeModel(config)
+        model = Qwen3_5MoeModel(copy.deepcopy(config))  # a model writes into the configuration it is built from
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     routed = sum(size for name, size in sizes.items() if ".mlp.experts." in name)
     vision = sum(size for name, size in sizes.items() if name.startswith("visual."))
@@ -84,7 +85,7 @@ def card_text(
     # The stock model has no pooler: the template ends in <emb>, so its state is the last attended one.
     pooled = "last_hidden_state` of the last token, `<emb>" if plain else "pooler_output"
     sentences = [*([] if trained else [UNTRAINED_EMB]), *LIMITS, *limits]
-    default = "A sparse mixture-of-experts embedder: text, images, video frames and document pages, in any mix, to one vector."
+    default = "A sparse mixture-of-experts embedder: any mix of text, images and video in, one vector out."
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         metadata=_metadata(base_model, license),
         name=name,

@@ -1,5 +1,6 @@
 """What a killed conversion leaves behind, and that a rerun finishes it."""
 
+import fcntl
 import os
 import signal
 
@@ -128,7 +129,6 @@ def test_a_source_that_shrinks_while_it_is_read_is_named(stock, tmp_path, monkey
 
 
 def test_two_runs_to_one_target_do_not_mix(stock, tmp_path):
-    fcntl = pytest.importorskip("fcntl")
     with open(tmp_path / ".repo.converting.json", "a+") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         with pytest.raises(ConversionError, match="another process is converting to"):
