@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from modeling_moemb import MoEMBModel
 from torch import nn
+
+from modeling_moemb import MoEMBModel
 
 from .contrastive_config import ContrastiveConfig
 from .contrastive_validation import ValidationSet
@@ -32,6 +33,7 @@ from .sources import (
     TranslationSource,
 )
 from .tokenizer import load_tokenizer
+
 
 INSTRUCTIONS = (
     "Represent the user's input.",
@@ -116,7 +118,9 @@ class ContrastiveTrainer(PackedTrainer):
             group.samples = []
         targets = {
             "text": self._targets([t for g in groups for t in g.text_targets], self.text_index, self.text_vectors),
-            "vision": self._targets([t for g in groups for t in g.image_targets], self.image_index, self.image_vectors),
+            "vision": self._targets(
+                [t for g in groups for t in g.image_targets], self.image_index, self.image_vectors
+            ),
         }
         return {"inputs": self.encoder(samples), "groups": groups, "targets": targets}
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from .corpus_render import MOTIONS, motion_clip
 from .data import BatchEncoder, Sample
 
+
 FOREIGN = ("ja", "zh", "fr", "de", "es")
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from .tokenizer import EMB, IM_END, IMAGE_PAD, PAD, VIDEO_PAD, VISION_END, VISION_START
 
+
 # Frame rate that a clip given as bare frames is taken to have (sets the timestamps in its layout).
 CLIP_FPS = 24.0
 # Rows of padding tokens that `BatchEncoder(token_multiple=...)` appends to a batch.
@@ -208,7 +209,9 @@ class BatchEncoder:
             elif part.ndim == 4:
                 row += self._clip(part, clips)
             else:
-                raise ValueError(f"A part must be a text, an image [H, W, 3] or a clip [T, H, W, 3], not {part.shape}.")
+                raise ValueError(
+                    f"A part must be a text, an image [H, W, 3] or a clip [T, H, W, 3], not {part.shape}."
+                )
         return row
 
     def _clip(self, clip: np.ndarray, clips: _Pictures) -> list[int]:
@@ -262,9 +265,7 @@ def clip_timestamps(frames: int, temporal_patch_size: int, fps: float = CLIP_FPS
     """The timestamp text of each temporal patch: the mean time of its frames, as Qwen3.5's processor writes it."""
     times = [index / fps for index in range(frames)]
     times += [times[-1]] * (-frames % temporal_patch_size)
-    means = [
-        (times[i] + times[i + temporal_patch_size - 1]) / 2 for i in range(0, len(times), temporal_patch_size)
-    ]
+    means = [(times[i] + times[i + temporal_patch_size - 1]) / 2 for i in range(0, len(times), temporal_patch_size)]
     return [f"<{mean:.1f} seconds>" for mean in means]
 
 

@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .optimizer import MasterAdamW
 from .packed_config import PackedTrainingConfig
 
+
 # Written last into a checkpoint folder: one without it was cut short by a kill and is not resumed from.
 COMPLETE_MARKER = "complete.json"
 _ENDLESS = 1 << 31

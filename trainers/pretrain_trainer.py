@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from modeling_moemb import MoEMBConfig, MoEMBModel
 
 from .data import BatchEncoder, PictureShape, Sample
@@ -27,6 +28,7 @@ from .tokenizer import (
     train_tokenizer,
     training_texts,
 )
+
 
 DOCUMENT_KINDS = ("emoji", "icon", "translation", "gloss", "strip", "clip")
 
@@ -134,9 +136,7 @@ class PretrainTrainer(PackedTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(**inputs["inputs"], packed_hidden=True, output_router_logits=True)
-        loss = next_token_loss(
-            output.last_hidden_state, model.get_input_embeddings().weight, inputs["labels"]
-        )
+        loss = next_token_loss(output.last_hidden_state, model.get_input_embeddings().weight, inputs["labels"])
         top_k = model.config.text_config.num_experts_per_tok
         balance, z = load_balancing_loss(output.router_logits, top_k), router_z_loss(output.router_logits)
         if self.model.training:
@@ -169,9 +169,7 @@ class PretrainTrainer(PackedTrainer):
             if info["split"] == "validation" and info.get("concept")
         ]
         picked = [images[i] for i in rng.permutation(len(images))[:count]]
-        emoji = [
-            Sample((self.corpus.images[row], self.source.lines(info["concept"], rng))) for row, info in picked
-        ]
+        emoji = [Sample((self.corpus.images[row], self.source.lines(info["concept"], rng))) for row, info in picked]
         pairs = [pair for pair in self.corpus.text_pairs if pair["split"] == "validation"]
         gloss = [
             Sample((f"{pairs[i]['document']}: {pairs[i]['query']}",)) for i in rng.permutation(len(pairs))[:count]

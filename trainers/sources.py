@@ -13,6 +13,7 @@ from .corpus_render import MOTIONS, motion_clip
 from .data import Sample, augment
 from .mixture import Contrast, Group
 
+
 # Languages drawn twice as often as the others in captions: those the held-out tasks ask in.
 FAVOURED_LANGUAGES = ("ja", "zh", "fr", "de", "es", "ru", "hi")
 
@@ -216,9 +217,7 @@ class TextPairSource(CorpusSource):
 
     def find_things(self) -> list[dict]:
         return [
-            pair
-            for pair in self.corpus.text_pairs
-            if pair["split"] == "train" and pair["source"] in self.pair_sources
+            pair for pair in self.corpus.text_pairs if pair["split"] == "train" and pair["source"] in self.pair_sources
         ]
 
     def draw(self, indices: np.ndarray, rng: np.random.Generator) -> Group:

@@ -8,6 +8,7 @@ import sys
 
 from .errors import MoEMBError
 
+
 HELP = "train a model as a recipe says (method: pretrain or contrastive)"
 ACCEPTS_OVERRIDES = True
 
@@ -21,7 +22,9 @@ class TrainError(MoEMBError, ValueError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--config`; every key of the recipe can also be given as `--key value`."""
     parser.add_argument(
-        "--config", required=True, help="the recipe, such as recipes/moemb-mini/pretrain.yaml; --key value overrides a key"
+        "--config",
+        required=True,
+        help="the recipe, such as recipes/moemb-mini/pretrain.yaml",
     )
 
 
