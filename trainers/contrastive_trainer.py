@@ -110,7 +110,7 @@ class ContrastiveTrainer(PackedTrainer):
     # Batches
 
     def build_batch(self, step: int) -> dict:
-        """All sub-batches of a step, encoded together: `inputs`, `groups` (without their pictures) and teacher targets."""
+        """All sub-batches of a step, encoded together: `inputs`, `groups` (without pictures) and teacher `targets`."""
         groups = self.mixture.groups(step)
         rng = np.random.default_rng([self.args.seed, step, 0x1257])
         samples = [sample for group in groups for sample in self._instruct(group, rng)]
@@ -204,7 +204,7 @@ class ContrastiveTrainer(PackedTrainer):
 
 
 def prepare_emb(model: MoEMBModel, seed: int = 0) -> None:
-    """Makes `<emb>` the pooled token of a pretrained language model: its row becomes the mean row plus a little noise."""
+    """Makes `<emb>` the pooled token of a pretrained language model: its row becomes the mean row plus some noise."""
     config = model.config
     if config.pooling == "emb":
         return

@@ -123,7 +123,7 @@ class ValidationSet:
         return self._caption_task("foreign", FOREIGN)
 
     def _styles(self) -> RetrievalTask:
-        """Validation picture -> the same thing in another style, among that style's training and validation pictures."""
+        """Validation picture -> the same thing in another style, among its training and validation pictures."""
         styles = self._styles_of_corpus()
         if len(styles) < 2:
             return RetrievalTask("style", [], [], np.zeros((0, 0), dtype=bool))

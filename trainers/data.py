@@ -164,7 +164,7 @@ class BatchEncoder:
         self._tokenize({text for sample in samples for text in (sample.instruction, *sample.parts) if _is_text(text)})
         images, clips = _Pictures(), _Pictures()
         final = self.emb_id if final_token == EMB else self.pad_id
-        rows = [self._row(sample, images, clips) + [final] for sample in samples]
+        rows = [[*self._row(sample, images, clips), final] for sample in samples]
         if self.token_multiple:
             rows += self._filler(sum(map(len, rows)), final)
         bounds = np.cumsum([0, *map(len, rows)], dtype=np.int32)

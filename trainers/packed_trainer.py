@@ -184,7 +184,7 @@ class PackedTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """Validates (the averaged weights, where there are such), logs, and keeps the weights when they are the best."""
+        """Validates (the averaged weights, if there are such), logs, and keeps the weights when they are the best."""
         begin = time.perf_counter()
         self.model.eval()
         with torch.no_grad(), self._averaged_weights():

@@ -49,7 +49,8 @@ def build_config(args: PretrainConfig, tokenizer) -> MoEMBConfig:
         for name in (
             "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "num_experts", "num_experts_per_tok", "initializer_range", "moe_intermediate_size", "shared_expert_intermediate_size",
+            "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+            "initializer_range",
         )
     }  # fmt: skip
     return MoEMBConfig(

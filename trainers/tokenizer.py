@@ -24,7 +24,7 @@ VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PAD, VIDEO_PAD, EMB = "<|image_pad|>", "<|video_pad|>", "<emb>"
 # The order fixes the ids: they are the last ids of the vocabulary, as in Qwen, and <emb> is the very last.
 SPECIAL_TOKENS = (PAD, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD, EMB)
-# Texts that every vocabulary should hold as whole words whatever the corpus says: the video timestamps of the template.
+# What every vocabulary should hold as whole words whatever the corpus says: the timestamps of the template.
 _ALWAYS = ["<0.2 seconds>"] * 64
 
 
