@@ -42,7 +42,7 @@ def read_jsonl(path: Path) -> list[dict]:
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
-                raise ValueError(
+                raise CorpusFileError(
                     f"{path}:{number} is not JSON ({error}); delete the file and run `moemb data` again"
                 ) from error
     return rows

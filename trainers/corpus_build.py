@@ -31,6 +31,7 @@ FONTS = {
     "font-open-sans": ("OpenSans_400Regular.ttf", "OpenSans_600SemiBold.ttf"),
 }
 STRIP_LENGTH = (3, 34)
+EVALUATION_SETS = ("wiki", "refman", "stamps", "metamath", "flags")
 
 
 class CorpusError(MoEMBError, ValueError):
@@ -77,7 +78,7 @@ class CorpusConfig:
     near_duplicate: float = 0.97
     workers: int = 1
     threads: int = 1
-    evaluation_sets: list[str] = field(default_factory=lambda: ["wiki", "refman", "stamps", "metamath", "flags"])
+    evaluation_sets: list[str] = field(default_factory=lambda: list(EVALUATION_SETS))
 
     def __post_init__(self):
         for source in self.image_sources:
@@ -89,6 +90,12 @@ class CorpusConfig:
         for needed in ("noto", "fluent", "twemoji"):
             if needed not in self.image_sources:
                 raise CorpusError(f"image_sources: {needed!r} is missing, and the split and the tests need it")
+        for name in self.evaluation_sets:
+            if name not in EVALUATION_SETS:
+                raise CorpusError(
+                    f"evaluation_sets: unknown set {name!r}{nearest(name, EVALUATION_SETS)}; known: "
+                    f"{', '.join(EVALUATION_SETS)}"
+                )
         for name in ("workers", "threads"):
             if getattr(self, name) < 1:
                 raise CorpusError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -357,11 +357,17 @@ def _read_tar(pack: tarfile.TarFile, wanted: Callable[[str], bool], prefix: str)
 def _read_deb(archive: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
     if shutil.which("dpkg-deb") is None:
         raise SourceError(f"cannot open {archive.name}: dpkg-deb is not on the PATH")
-    process = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(archive)], stdout=subprocess.PIPE)
-    with process.stdout, tarfile.open(fileobj=process.stdout, mode="r|") as pack:
-        members = _read_tar(pack, wanted, "./")
-        while process.stdout.read(1 << 20):  # the padding behind the last member; dpkg-deb fails if nobody takes it
-            pass
-    if process.wait() != 0:
-        raise SourceError(f"cannot open {archive}: dpkg-deb failed. Delete the file and run again.")
+    command = ["dpkg-deb", "--fsys-tarfile", str(archive)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    members = None
+    with process.stdout:
+        try:
+            with tarfile.open(fileobj=process.stdout, mode="r|") as pack:
+                members = _read_tar(pack, wanted, "./")
+            while process.stdout.read(1 << 20):  # padding behind the last member: dpkg-deb fails if nobody takes it
+                pass
+        except tarfile.TarError:
+            members = None
+    if process.wait() != 0 or members is None:
+        raise SourceError(f"cannot open {archive}: not a whole Debian archive. Delete the file and run again.")
     return members

@@ -199,6 +199,6 @@ def _check_image_row(row: dict, concepts: dict[str, dict], phrases: PhraseSet) -
     for text in (row["text"], *row["tags"]):
         phrase = phrases.found_in(text)
         if phrase is not None:
-            raise ValueError(
+            raise LeakageError(
                 f"leak: icon {row['key']} has the caption {text!r}, which holds the held-out label {phrase!r}"
             )

@@ -109,6 +109,9 @@ class TaskMaker:
     def _is_flag(self, concept: str) -> bool:
         return self.concepts[concept]["subgroup"] in ("country-flag", "subdivision-flag")
 
+    def _is_validation(self, concept: str) -> bool:
+        return self.concepts[concept]["split"] == "validation"
+
     def _groups(self, concepts: list[str]) -> dict[str, list[int]]:
         """Lines by what training saw of the concept; empty lines are left out."""
         lines = {"trained concepts": self._is_trained, "unseen concepts": self._is_unseen, "flags": self._is_flag}
@@ -140,7 +143,8 @@ class TaskMaker:
     def emoji_flags(self) -> EvaluationTask:
         """1, flags: no picture of a country's flag is trained on."""
         return self._to_pictures(
-            self._labels(self._is_flag), self.bases, name="emoji-flags", number="1", kind="text->image", tag="OOD",
+            self._labels(lambda key: self._is_flag(key) and not self._is_validation(key)), self.bases,
+            name="emoji-flags", number="1", kind="text->image", tag="OOD",
             description="name of a flag to its Twemoji picture; no picture of any country's flag was trained on",
         )  # fmt: skip
 
@@ -161,7 +165,7 @@ class TaskMaker:
         )  # fmt: skip
 
     def _asking(self) -> list[Picture]:
-        return [picture for picture in self.bases if self.concepts[picture.concept]["split"] != "validation"]
+        return [picture for picture in self.bases if not self._is_validation(picture.concept)]
 
     def emoji_caption(self) -> EvaluationTask:
         """3: picture -> label among all labels."""
@@ -246,8 +250,7 @@ class TaskMaker:
         asking = [
             picture
             for picture in pool
-            if self.concepts[picture.concept]["base"] in base
-            and self.concepts[picture.concept]["split"] != "validation"
+            if self.concepts[picture.concept]["base"] in base and not self._is_validation(picture.concept)
         ]
         parents = [self.concepts[picture.concept]["base"] for picture in asking]
         tones = [self.concepts[picture.concept]["tone"] for picture in asking]
@@ -262,7 +265,7 @@ class TaskMaker:
     def clip(self) -> EvaluationTask:
         """7a: label -> real animation."""
         pool = self.pictures["clips"]
-        asking = [(row, p.concept) for row, p in enumerate(pool) if self.concepts[p.concept]["split"] != "validation"]
+        asking = [(row, p.concept) for row, p in enumerate(pool) if not self._is_validation(p.concept)]
         return EvaluationTask(
             "clip", "7a", "text->video", "IND",
             "English label to the animated emoji, the twin in 3-D of a training artist's",

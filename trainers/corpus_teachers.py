@@ -168,9 +168,10 @@ def encode_in_parts(encode, items, folder: Path, description: str, threads: int 
             stop = min(start + _PART, len(items))
             path = folder / f"{start:08d}-{stop:08d}.npy"
             if not path.exists():
+                rows = encode(items[start:stop])
                 scratch = path.with_suffix(".part")
                 with open(scratch, "wb") as file:
-                    np.save(file, encode(items[start:stop]))
+                    np.save(file, rows)
                 os.replace(scratch, path)
             parts.append(np.load(path))
             bar.update(stop - start)
