@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from modeling_moemb.patches_moemb import patchify
+
 from .tokenizer import EMB, IM_END, IMAGE_PAD, PAD, VIDEO_PAD, VISION_END, VISION_START
 
 
@@ -52,39 +54,6 @@ class _Pictures:
 
     arrays: list[np.ndarray] = field(default_factory=list)
     grids: list[tuple[int, int, int]] = field(default_factory=list)
-
-
-def patchify(frames: torch.Tensor, shape: PictureShape) -> torch.Tensor:
-    """Cuts pictures of one size into the vision tower's patches.
-
-    Args:
-        frames (`torch.Tensor`): uint8 `[n, T, H, W, 3]`; `T == 1` (an image) is repeated to the temporal patch size,
-            another `T` is filled up with its last frame. `H` and `W` must be multiples of patch_size * merge_size.
-        shape (`PictureShape`): The cut.
-
-    Returns:
-        `torch.Tensor`: float32 `[n, patches, 3 * temporal_patch_size * patch_size ** 2]` in [-1, 1] (x / 127.5 - 1),
-        patches in the order the merger expects: each merge_size x merge_size block in a row.
-
-    Raises:
-        ValueError: If a side is not a multiple of patch_size * merge_size.
-    """
-    n, length, height, width, channels = frames.shape
-    p, t, m = shape.patch_size, shape.temporal_patch_size, shape.merge_size
-    if height % (p * m) or width % (p * m):
-        raise ValueError(
-            f"A picture of {width}x{height} px does not cut into {p} px patches merged {m}x{m}: "
-            f"both sides must be multiples of {p * m} px."
-        )
-    if length % t:
-        fill = frames[:, -1:].expand(-1, t - length % t, -1, -1, -1)
-        frames = torch.cat([frames, fill], dim=1)
-    grid_t, grid_h, grid_w = frames.shape[1] // t, height // p, width // p
-    x = frames.view(n, grid_t, t, grid_h // m, m, p, grid_w // m, m, p, channels)
-    #   n gt t gh m p gw m p c  ->  n gt gh gw m m c t p p
-    x = x.permute(0, 1, 3, 6, 4, 7, 9, 2, 5, 8)
-    x = x.reshape(n, grid_t * grid_h * grid_w, channels * t * p * p)
-    return x.float().div_(127.5).sub_(1.0)
 
 
 def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -248,10 +217,10 @@ class BatchEncoder:
             by_shape.setdefault(tuple(frames.shape), []).append(index)
         counts = np.array([t * h * w for t, h, w in pictures.grids])
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        out = None
+        cut, out = self.shape, None
         for indices in by_shape.values():
             stacked = torch.from_numpy(np.stack([np.asarray(pictures.arrays[i]) for i in indices]))
-            patches = patchify(stacked, self.shape)
+            patches = patchify(stacked, cut.patch_size, cut.temporal_patch_size, cut.merge_size)
             if len(by_shape) == 1:
                 return patches.flatten(0, 1)
             if out is None:

@@ -284,7 +284,7 @@ class MotionSource(EmojiSource):
             texts.append(concept["en"] if bare else f"{concept['en']} {kind}")
             clips.append(motion_clip(pictures[index], kind))
             keys.append((self.things[index], "" if bare else kind))
-            labels.append(self.text_target(concept["en"]) if bare else None)
+            labels.append(self.text_target(texts[-1], concept["en"]))
         n = len(texts)
         return Group(
             source=self.name,
