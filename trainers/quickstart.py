@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print(mini_repository())
         return 0
     started = time.perf_counter()
-    if args.output.is_dir():
-        raise QuickstartError(f"--output {args.output} is a folder; give the name of a file")
+    prepare_output(args.output)
     from .corpus_gallery import load_gallery
 
     gallery = load_gallery(args.gallery)
@@ -53,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
     model, source = load_model(args.model, args.device)
     name = Path(args.model).name
+    if model[0].auto_model.config.model_type != "moemb":
+        kind = model[0].auto_model.config.model_type
+        raise QuickstartError(f"--model {args.model} is a '{kind}' model; the quickstart shows MoEMB models")
     _say(f"loaded SentenceTransformer({source!r}, trust_remote_code=True) in {time.perf_counter() - started:.1f} s")
     story = tell(model, name, gallery, started)
     print("\n".join(console_lines(story)))
@@ -63,6 +65,21 @@ def run(args: argparse.Namespace) -> int:
 
         webbrowser.open(args.output.resolve().as_uri())
     return 0
+
+
+def prepare_output(path: Path) -> None:
+    """
+    Makes the folder of an output file, before any work is done for it.
+
+    Raises:
+        QuickstartError: the path is a folder, or its own folder cannot be made.
+    """
+    if path.is_dir():
+        raise QuickstartError(f"--output {path} is a folder; give the name of a file")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QuickstartError(f"--output {path} cannot be written ({error}); give another file") from error
 
 
 def _say(text: str) -> None:

@@ -35,7 +35,7 @@ _NAMED = (
     ("ja", "1f431"),
     ("zh", "1f344"),
 )
-_CLIPS = (("en", "1f680"), ("fr", "1f382"), ("ja", "1f47b"))
+_CLIPS = (("en", "1f418"), ("fr", "1f382"), ("ja", "1f427"))
 _EDITS = (("1f44b", "dark skin tone"), ("1f44d", "light skin tone"), ("1f478", "medium skin tone"))
 
 

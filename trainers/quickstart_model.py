@@ -17,6 +17,10 @@ MINI = "moemb-mini"
 TRAIN_COMMAND = "moemb train --config recipes/moemb-mini/contrastive.yaml"
 
 
+class ModelError(MoEMBError, ValueError):
+    """A model that cannot be loaded. The message names it and the reason."""
+
+
 class CheckpointMissingError(MoEMBError, FileNotFoundError):
     """There is no trained checkpoint to assemble. The message names the folder and the command that makes it."""
 
@@ -88,8 +92,12 @@ def load_model(name: str, device: str | None = None) -> tuple[Any, str]:
 
     Raises:
         CheckpointMissingError: `"moemb-mini"` was asked for and its checkpoint is not there.
+        ModelError: there is no such model, or its files are broken.
     """
     from sentence_transformers import SentenceTransformer
 
     source = str(mini_repository()) if name == MINI else name
-    return SentenceTransformer(source, trust_remote_code=True, device=device), source
+    try:
+        return SentenceTransformer(source, trust_remote_code=True, device=device), source
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the model '{name}' cannot be loaded by SentenceTransformer: {error}") from error

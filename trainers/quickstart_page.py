@@ -24,7 +24,10 @@ PLURALS = {"image": "pictures", "clip": "clips", "page": "headings", "text": "te
 _SECTION_NOTES = {
     "text → image": "A name in some language finds a picture. The model never saw a picture by this artist.",
     "text → clip": "A name, or a name with a motion, finds a moving clip of eight frames.",
-    "text → heading": "A name finds its rendered heading: the model has to read pixels.",
+    "text → heading": (
+        "A title finds the heading of a document, set in type: the model has to read. Its pictures are 64 pixels "
+        "square, too few for the text of a whole page, so headings stand for pages here."
+    ),
     "image → image": "A picture by one artist finds the same thing drawn by another.",
     "image + text → image": "A picture with a change in words finds the changed picture.",
     "image → text": "A picture finds its name, in any of the languages.",

@@ -16,7 +16,7 @@ from moemb.trainers.quickstart_page import data_uri, render_page, si
 from moemb.trainers.quickstart_search import Index, Meter, count_parameters, counting
 
 
-NAMED = {"1f3bb": "violin", "1f34b": "lemon", "26f5": "sailboat", "1f680": "rocket <1>", "1f44b": "waving hand"}
+NAMED = {"1f3bb": "violin", "1f34b": "lemon", "26f5": "sailboat", "1f418": "elephant <1>", "1f44b": "waving hand"}
 UNSEEN = [f"u{number}" for number in range(12)]
 TONES = ["dark skin tone", "light skin tone"]
 
@@ -35,7 +35,7 @@ class Gallery:
         self.pictures = {
             "twemoji": [self._picture("twemoji", name) for name in self.concepts],
             "noto": [self._picture("noto", name) for name in UNSEEN],
-            "clips": [Picture("anim/1f680", "1f680", np.stack([_colour("1f680")] * 8), False, "1f680")],
+            "clips": [Picture("anim/1f418", "1f418", np.stack([_colour("1f418")] * 8), False, "1f418")],
             "strips": [
                 Picture(f"strip/{title}", title, np.resize(_colour(title), (32, 128, 3)), False, title)
                 for title in ("Abacus", "Basilisk", "Cinder", "Dogwood")
@@ -83,6 +83,7 @@ class Network(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.config = SimpleNamespace(
+            model_type="moemb",
             text_config=SimpleNamespace(num_experts=8, num_experts_per_tok=2),
             vision_config=SimpleNamespace(spatial_merge_size=2),
         )
@@ -243,7 +244,7 @@ def test_the_page_is_whole_self_contained_and_described(story):
     assert all(address.startswith("data:image/webp;base64,") for address in checker.addresses)
     assert not re.search(r'url\(|@import|(src|srcset|href)="(?!data:)', page)
     assert "$" not in page
-    assert "rocket &lt;1&gt;" in page and "rocket <1>" not in page
+    assert "elephant &lt;1&gt;" in page and "elephant <1>" not in page
     assert "Pictures by &lt;somebody&gt;" in page
 
 
@@ -289,6 +290,21 @@ def test_the_command_writes_the_page(gallery, tmp_path, monkeypatch, capsys):
 def test_a_folder_as_output_is_refused_at_once(tmp_path):
     with pytest.raises(QuickstartError, match="is a folder"):
         run(_arguments("--output", str(tmp_path)))
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QuickstartError, match="cannot be written"):
+        run(_arguments("--output", str(tmp_path / "file" / "page.html")))
+
+
+def test_a_model_of_another_kind_is_refused(gallery, tmp_path, monkeypatch):
+    model = Model()
+    model[0].auto_model.config.model_type = "bert"
+    monkeypatch.setattr(corpus_gallery, "load_gallery", lambda folder: gallery)
+    monkeypatch.setattr(quickstart_model, "load_model", lambda name, device: (model, name))
+    with pytest.raises(QuickstartError, match="'bert' model"):
+        run(_arguments("--model", "some/bert", "--output", str(tmp_path / "page.html")))
 
 
 def test_a_missing_gallery_names_the_command(tmp_path):

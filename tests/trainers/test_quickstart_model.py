@@ -12,7 +12,7 @@ from modeling_moemb import MoEMBConfig, MoEMBModel
 from moemb.trainers import quickstart_model
 from moemb.trainers.evaluation_encoding import CachedEncoder, encoder_input, model_fingerprint
 from moemb.trainers.quickstart import add_arguments, run
-from moemb.trainers.quickstart_model import load_model, mini_repository
+from moemb.trainers.quickstart_model import ModelError, load_model, mini_repository
 from moemb.trainers.quickstart_search import Meter, count_parameters, counting, embed
 from moemb.trainers.repository import RepositoryError, mini_processor
 from moemb.trainers.tokenizer import EMB, IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, train_tokenizer
@@ -96,6 +96,11 @@ def test_an_incomplete_checkpoint_says_what_it_lacks(checkpoint, cache, tmp_path
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     with pytest.raises(RepositoryError, match=r"tokenizer\.json"):
         mini_repository(tmp_path)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ModelError, match="nothing-here"):
+        load_model(str(tmp_path / "nothing-here"), "cpu")
 
 
 def test_every_kind_of_item_embeds_through_sentence_transformers(shipped):
