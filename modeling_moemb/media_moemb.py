@@ -302,7 +302,7 @@ def array_to_rgb(
         values = values[..., None]
     if values.ndim != 3 + frames or 0 in values.shape:
         raise MediaError(
-            f"an array of shape {shape} is no {what}: it must be {'[T, H, W, 3]' if frames else '[H, W, 3]'}, not empty"
+            f"an array of shape {shape} is no {what}: use {'[T, H, W, 3]' if frames else '[H, W, 3]'}, not empty"
         )
     if values.shape[-1] > 4 and values.shape[-3] <= 4:
         values = np.moveaxis(values, -3, -1)

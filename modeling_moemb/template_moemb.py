@@ -1,10 +1,9 @@
 """From turns to token ids: the chat template, with everything a user wrote kept apart from its structure.
 
-The template is rendered once per shape of conversation with placeholders where texts go, and cut at its special
-tokens.
-Texts are put in afterwards and tokenised by a tokenizer that knows no special tokens, so no text can forge a turn,
-add an image or move the pooled position. For texts without special tokens the ids equal those of the stock tokenizer
-on the rendered string.
+The template is rendered once per shape of conversation, with placeholders where texts go, and cut at its special
+tokens. Texts are put in afterwards and tokenised by a tokenizer that knows no special tokens, so no text can forge a
+turn, add an image or move the pooled position. For texts without special tokens the ids equal those of the stock
+tokenizer on the rendered string.
 """
 
 import json

@@ -176,6 +176,7 @@ def _animation(image: Image.Image, sampling: FrameSampling, background) -> Video
         durations = []
         for number, frame in enumerate(ImageSequence.Iterator(image)):
             if number >= first:
+                frame.load()  # WebP tells a frame's duration only then
                 durations.append(max(float(frame.info.get("duration") or 0), 0.0) / 1000)
         starts = np.concatenate([[0.0], np.cumsum(durations)])
         rate = total / starts[-1] if starts[-1] > 0 else None
