@@ -123,12 +123,9 @@ class TestModes:
             load_image(Image.fromarray(np.array([[0, 70000]], np.int32)))
 
     def test_float(self):
-        np.testing.assert_array_equal(
-            load_image(Image.fromarray(np.array([[0, 0.5, 1]], "f4")))[0, :, 0], [0, 128, 255]
-        )
-        np.testing.assert_array_equal(
-            load_image(Image.fromarray(np.array([[0, 99, 255]], "f4")))[0, :, 0], [0, 99, 255]
-        )
+        for values, shown in (([0, 0.5, 1], [0, 128, 255]), ([0, 99, 255], [0, 99, 255])):
+            image = Image.fromarray(np.array([values], "f4"))
+            np.testing.assert_array_equal(load_image(image)[0, :, 0], shown)
 
     @pytest.mark.parametrize("mode", ["YCbCr", "HSV", "LAB"])
     def test_other_colour_spaces(self, mode):

@@ -341,8 +341,6 @@ class TestLifecycle:
                 else:
                     raise AssertionError("no error")
                 model.stop_multi_process_pool(pool)
-                listed = model.encode(some_items(), device=["cpu", "cpu"])
-                np.testing.assert_allclose(pooled, listed, atol=1e-6)
                 np.save(sys.argv[1], pooled)
         """
         target = repository.parent / "pool.npy"
