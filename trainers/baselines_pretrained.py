@@ -8,12 +8,12 @@ that brings it.
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -22,6 +22,7 @@ from .baselines import thumbnail, unit_rows
 from .corpus_sources import SourceError
 from .corpus_teachers import vision_encoder
 from .errors import MoEMBError
+from .evaluation_encoding import VectorStore, item_key
 from .evaluation_metrics import query_values, rank_queries
 
 
@@ -31,6 +32,7 @@ FEATURES = "EfficientNet features"
 RIDGE_PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)
 FEATURE_DIM = 1280
 _FEATURE_BATCH = 64
+_KEPT_AT_ONCE = 512
 
 
 class BaselineUnavailable(MoEMBError, RuntimeError):
@@ -56,12 +58,8 @@ def load_minilm() -> Callable[[Sequence[str]], np.ndarray]:
     model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
     def encode(texts: Sequence[str]) -> np.ndarray:
-        distinct = list(dict.fromkeys(texts))
-        vectors = model.encode(
-            distinct, batch_size=128, normalize_embeddings=True, show_progress_bar=len(distinct) > 500
-        )
-        row = {text: index for index, text in enumerate(distinct)}
-        return np.asarray(vectors, dtype=np.float32)[[row[text] for text in texts]]
+        vectors = model.encode(list(texts), batch_size=64, normalize_embeddings=True, show_progress_bar=False)
+        return np.asarray(vectors, dtype=np.float32)
 
     return encode
 
@@ -85,8 +83,7 @@ def load_efficientnet() -> Callable[[Sequence[np.ndarray]], np.ndarray]:
 
     def extract(images: Sequence[np.ndarray]) -> np.ndarray:
         rows = [np.zeros((0, FEATURE_DIM), np.float32)]
-        starts = range(0, len(images), _FEATURE_BATCH)
-        for start in tqdm(starts, desc="EfficientNet", unit="batch", leave=False, disable=len(starts) < 8):
+        for start in range(0, len(images), _FEATURE_BATCH):
             batch = np.stack([thumbnail(image) for image in images[start : start + _FEATURE_BATCH]])
             rows.append(unit_rows(encode(batch)))
         return np.concatenate(rows)
@@ -199,29 +196,43 @@ class PretrainedBaselines:
     """
     MiniLM and the ridge pipeline, each loaded when first asked for, and at most once.
 
+    Vectors are kept on disk by content, as those of the evaluated model are: the next model is compared at no cost.
+
     Args:
         load_corpus (`Callable[[], Corpus]`):
             Gives the corpus the ridge is fitted on; its error becomes the reason for "not run".
         cache (`Path`):
-            Folder in which the features of the training images are kept, as extracting them takes minutes.
+            Folder the vectors are kept in.
     """
 
     def __init__(self, load_corpus: Callable, cache: Path):
         self._load_corpus = load_corpus
         self._cache = cache
-        self._parts: dict[str, Callable | RidgeMap | BaselineUnavailable] = {}
+        self._parts: dict[str, Any] = {}
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """MiniLM vectors float32 `[texts, 384]`, of unit length."""
-        return self._part("minilm", load_minilm)(texts)
+        return self._kept("minilm", load_minilm, [{"text": text} for text in texts], "text")
 
     def features(self, images: Sequence[np.ndarray]) -> np.ndarray:
         """EfficientNet-Lite0 features float32 `[images, 1280]`, of unit length."""
-        return self._part("efficientnet", load_efficientnet)(images)
+        return self._kept("efficientnet-lite0", load_efficientnet, [{"image": image} for image in images], "image")
 
     def ridge(self) -> RidgeMap:
         """The fitted map from the features to MiniLM's space."""
         return self._part("ridge", self._fit)
+
+    def _kept(self, name: str, load: Callable, items: Sequence[dict], field: str) -> np.ndarray:
+        store = self._part(f"{name} vectors", lambda: VectorStore(self._cache / name))
+        keys = [item_key(item) for item in items]
+        missing = {key: item[field] for key, item in zip(keys, items, strict=True) if key not in store.vectors}
+        if missing:
+            encode, wanted = self._part(name, load), list(missing)
+            starts = range(0, len(wanted), _KEPT_AT_ONCE)
+            for start in tqdm(starts, desc=name, unit="part", leave=False, disable=len(starts) < 2):
+                chosen = wanted[start : start + _KEPT_AT_ONCE]
+                store.add(chosen, encode([missing[key] for key in chosen]))
+        return np.stack([store.vectors[key] for key in keys])
 
     def _part(self, name: str, load: Callable):
         if name not in self._parts:
@@ -240,23 +251,8 @@ class PretrainedBaselines:
         except (MoEMBError, OSError) as error:
             raise BaselineUnavailable(f"it is fitted on the training corpus: {error}") from error
         training, validation = (
-            (self._kept_features(images), self.texts(labels))
+            (self.features(images), self.texts(labels))
             for images, labels in (ridge_items(corpus, split) for split in ("train", "validation"))
         )
         ridge, _ = choose_ridge(training, validation)
         return ridge
-
-    def _kept_features(self, images: list[np.ndarray]) -> np.ndarray:
-        digest = hashlib.sha256()
-        for image in images:
-            digest.update(image.tobytes())
-        path = self._cache / f"efficientnet-{digest.hexdigest()[:24]}.npy"
-        if path.is_file():
-            return np.load(path)
-        features = self.features(images)
-        self._cache.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as stream:
-            np.save(stream, features)
-        partial.replace(path)
-        return features

@@ -22,7 +22,7 @@ from .corpus_sources import cache_folder
 from .errors import MoEMBError
 from .evaluation_encoding import CachedEncoder, model_fingerprint
 from .evaluation_metrics import chance_levels, rank_queries, summarise
-from .evaluation_report import console_lines, package_versions, verdict, write_reports
+from .evaluation_report import console_lines, package_versions, prepare_output, verdict, write_reports
 from .evaluation_tasks import (
     TASKS,
     NotRun,
@@ -84,6 +84,10 @@ class EvaluateConfig:
     device: str | None = None
 
     def __post_init__(self):
+        for name in ("gallery", "corpus", "output"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).expanduser())
+        self.model = str(Path(self.model).expanduser()) if self.model.startswith("~") else self.model
         for name in ("batch_size", "bootstrap_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
@@ -147,6 +151,7 @@ def evaluate(config: EvaluateConfig, command: str = "", model: Any = None) -> tu
     encoder = CachedEncoder(model, fingerprint, cache / "vectors", config.batch_size)
     pretrained = PretrainedBaselines(corpus_loader(config.corpus), cache) if config.pretrained_baselines else None
     output = config.output or cache_folder() / "results" / f"evaluation-{display}-{fingerprint[:12]}.json"
+    prepare_output(output)
     report = {
         "model": {
             "name": display,

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .errors import MoEMBError
 from .evaluation_metrics import METRICS
 
 
@@ -23,6 +24,25 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
+
+
+class OutputError(MoEMBError, OSError):
+    """A file that cannot be written. The message names it."""
+
+
+def prepare_output(path: Path) -> None:
+    """
+    Makes the folder of an output file, before any work is done for it.
+
+    Raises:
+        OutputError: the path is a folder, or its own folder cannot be made.
+    """
+    if path.is_dir():
+        raise OutputError(f"the output {path} is a folder; give the name of a file")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"the output {path} cannot be written ({error}); give another file") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -41,15 +41,14 @@ def run(args: argparse.Namespace) -> int:
         print(mini_repository())
         return 0
     started = time.perf_counter()
-    prepare_output(args.output)
     from .corpus_gallery import load_gallery
-
-    gallery = load_gallery(args.gallery)
-    _say("loading the model")
-    from .evaluation_report import write_atomically
+    from .evaluation_report import prepare_output, write_atomically
     from .quickstart_model import load_model
     from .quickstart_page import render_page
 
+    prepare_output(args.output)
+    gallery = load_gallery(args.gallery)
+    _say("loading the model")
     model, source = load_model(args.model, args.device)
     name = Path(args.model).name
     if model[0].auto_model.config.model_type != "moemb":
@@ -65,21 +64,6 @@ def run(args: argparse.Namespace) -> int:
 
         webbrowser.open(args.output.resolve().as_uri())
     return 0
-
-
-def prepare_output(path: Path) -> None:
-    """
-    Makes the folder of an output file, before any work is done for it.
-
-    Raises:
-        QuickstartError: the path is a folder, or its own folder cannot be made.
-    """
-    if path.is_dir():
-        raise QuickstartError(f"--output {path} is a folder; give the name of a file")
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QuickstartError(f"--output {path} cannot be written ({error}); give another file") from error
 
 
 def _say(text: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from moemb.trainers import corpus_gallery, quickstart_model
 from moemb.trainers.corpus_tasks import Picture
+from moemb.trainers.evaluation_report import OutputError
 from moemb.trainers.quickstart import QuickstartError, add_arguments, console_lines, run, tell
 from moemb.trainers.quickstart_items import LANGUAGES, build_collection
 from moemb.trainers.quickstart_model import CheckpointMissingError, mini_repository
@@ -288,13 +289,13 @@ def test_the_command_writes_the_page(gallery, tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_as_output_is_refused_at_once(tmp_path):
-    with pytest.raises(QuickstartError, match="is a folder"):
+    with pytest.raises(OutputError, match="is a folder"):
         run(_arguments("--output", str(tmp_path)))
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(QuickstartError, match="cannot be written"):
+    with pytest.raises(OutputError, match="cannot be written"):
         run(_arguments("--output", str(tmp_path / "file" / "page.html")))
 
 
