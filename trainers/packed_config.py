@@ -51,6 +51,7 @@ class PackedTrainingConfig(TrainingArguments):
     warmup_steps: float = field(default=50, metadata={"help": "Steps of linear warm-up."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept."})
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "Must be false."})
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Must be 1: a step is one built batch."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -66,6 +67,11 @@ class PackedTrainingConfig(TrainingArguments):
             raise ValueError(
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}: contrastive losses get no negatives "
                 "from accumulation; change the sub-batch sizes instead"
+            )
+        if self.per_device_train_batch_size != 1:
+            raise ValueError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size} must be 1: a step is one batch, "
+                "built whole; change the documents or sub-batches of a step instead"
             )
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns must be false: a batch has no dataset columns")

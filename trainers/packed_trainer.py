@@ -50,7 +50,8 @@ class StepDataset(Dataset):
 
 def only_item(items: list[dict]) -> dict:
     """Collator of [`StepDataset`]: its items are whole batches."""
-    return items[0]
+    (item,) = items
+    return item
 
 
 def learning_rate_factor(step: int, warmup: int, total: int, decay_steps: int, floor: float) -> float:

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+
+from moemb.trainers import train
+from moemb.trainers.cli import main
+from moemb.trainers.contrastive_config import ContrastiveConfig
+from moemb.trainers.pretrain_config import PretrainConfig
+from moemb.trainers.recipe import load_recipe
+
+from .test_contrastive import SETTINGS
+from .test_pretrain import TINY
+
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "moemb-mini"
+
+
+def write(path, **values):
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    return str(path)
+
+
+def test_both_recipes_train_one_after_the_other(tmp_path, fake_corpus, monkeypatch):
+    monkeypatch.setattr("moemb.trainers.corpus.load_corpus", lambda path: fake_corpus)
+    pretrain = write(tmp_path / "p.yaml", method="pretrain", output_dir=tmp_path / "p", **TINY)
+    contrastive = write(
+        tmp_path / "c.yaml",
+        method="contrastive",
+        output_dir=tmp_path / "c",
+        init_from=tmp_path / "p/final",
+        **SETTINGS,
+    )
+    assert main(["train", "--config", pretrain, "--max_steps", "2"]) == 0
+    assert main(["train", "--config", contrastive, "--max_steps", "2"]) == 0
+    assert (tmp_path / "c" / "final" / "model.safetensors").is_file()
+    # the same command again, with more steps, goes on
+    assert main(["train", "--config", contrastive, "--max_steps", "4"]) == 0
+    assert (tmp_path / "c" / "checkpoint-4" / "complete.json").is_file()
+
+
+@pytest.mark.parametrize("method", ["", "method: magic\n"])
+def test_an_unknown_method_is_named(tmp_path, method, capsys):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(method + "output_dir: x\n")
+    assert main(["train", "--config", str(recipe)]) == 1
+    assert "pretrain | contrastive" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "config_class"), [("pretrain", PretrainConfig), ("contrastive", ContrastiveConfig)])
+def test_the_recipes_of_moemb_mini_are_valid(name, config_class):
+    (config,) = load_recipe(RECIPES / f"{name}.yaml", config_class, extra_keys=("method",))
+    assert config.max_steps >= 1
+
+
+def test_freed_memory_is_kept_without_complaint():
+    train.keep_freed_memory()
