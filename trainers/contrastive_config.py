@@ -29,6 +29,8 @@ class ContrastiveConfig(PackedTrainingConfig):
     > Parameters that control the losses
 
     Args:
+        emoji_weight, icon_weight, translation_weight, gloss_weight, article_weight, strip_weight, motion_weight,
+            edit_weight (`float`, *optional*, default to 1.0, emoji 2.0): Weight of each source's contrastive loss.
         scale (`float`, *optional*, defaults to 20.0): Inverse temperature of the contrastive losses.
         text_teacher_weight (`float`, *optional*, defaults to 1.0): Weight of distillation to the text teacher.
         vision_teacher_weight (`float`, *optional*, defaults to 0.7): Weight of distillation to the vision teacher.
@@ -53,6 +55,14 @@ class ContrastiveConfig(PackedTrainingConfig):
     edit_chunk: int = field(default=5, metadata={"help": "People per edit sub-batch."})
     instruction_share: float = field(default=0.05, metadata={"help": "Share of queries with an instruction."})
 
+    emoji_weight: float = field(default=2.0, metadata={"help": "Weight of the emoji loss."})
+    icon_weight: float = field(default=1.0, metadata={"help": "Weight of the icon loss."})
+    translation_weight: float = field(default=1.0, metadata={"help": "Weight of the translation loss."})
+    gloss_weight: float = field(default=1.0, metadata={"help": "Weight of the dictionary loss."})
+    article_weight: float = field(default=1.0, metadata={"help": "Weight of the article loss."})
+    strip_weight: float = field(default=1.0, metadata={"help": "Weight of the heading loss."})
+    motion_weight: float = field(default=1.0, metadata={"help": "Weight of the clip loss."})
+    edit_weight: float = field(default=1.0, metadata={"help": "Weight of the edit loss."})
     scale: float = field(default=20.0, metadata={"help": "Inverse temperature of the contrast."})
     text_teacher_weight: float = field(default=1.0, metadata={"help": "Weight of the text teacher."})
     vision_teacher_weight: float = field(default=0.7, metadata={"help": "Weight of the vision teacher."})

@@ -173,13 +173,13 @@ class ContrastiveTrainer(PackedTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         vectors, router_logits = self.embed(model, inputs["inputs"])
-        losses, start = {}, 0
-        for number, group in enumerate(inputs["groups"]):
+        total, start = vectors.new_zeros(()), 0
+        for group in inputs["groups"]:
             rows = len(group.keys)
-            losses[f"{group.source}_{number}"] = self.group_loss(vectors[start : start + rows], group)
+            loss = self.group_loss(vectors[start : start + rows], group)
             start += rows
-        self.record(**{f"{name.rsplit('_', 1)[0]}_loss": loss.item() for name, loss in losses.items()})
-        total = sum(losses.values())
+            self.record(**{f"{group.source}_loss": loss.item()})
+            total = total + getattr(self.args, f"{group.source}_weight") * loss
         for name, weight in (("text", self.args.text_teacher_weight), ("vision", self.args.vision_teacher_weight)):
             target = inputs["targets"][name]
             if weight and len(target["rows"]):
