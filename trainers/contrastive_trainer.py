@@ -191,11 +191,10 @@ class ContrastiveTrainer(PackedTrainer):
         return (total, vectors) if return_outputs else total
 
     def _router_loss(self, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        # The last block runs on the pooled rows alone: too few to ask for balance there.
+        # The last block has logits of the pooled rows alone; they are balanced like the others.
         top_k = self.model.config.text_config.num_experts_per_tok
-        full = [logits for logits in router_logits if len(logits) == len(router_logits[0])]
-        balance, z = load_balancing_loss(full, top_k), router_z_loss(full)
-        busiest, idlest = expert_load(full, top_k)
+        balance, z = load_balancing_loss(router_logits, top_k), router_z_loss(router_logits)
+        busiest, idlest = expert_load(router_logits, top_k)
         self.record(balance_loss=balance.item(), expert_load_max=busiest, expert_load_min=idlest)
         return self.args.router_balance_weight * balance + self.args.router_z_weight * z
 
