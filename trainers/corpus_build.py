@@ -220,12 +220,10 @@ def build_corpus(config: CorpusConfig) -> Corpus:
     corpus = Corpus(config.folder)
     if config.teachers:
         sources = {**split, "sources": config.image_sources}
-        stages.run(
-            "teacher-captions", sources, lambda: builder.text_teacher(corpus, "captions", caption_texts(corpus))
-        )
+        stages.run("teacher-captions", sources, lambda: builder.text_teacher("captions", caption_texts(corpus)))
         stages.run("teacher-vision", sources, lambda: builder.vision_teacher(corpus))
         pairs = {**split, "articles": config.articles, "article_words": list(ARTICLE_WORDS)}
-        stages.run("teacher-pairs", pairs, lambda: builder.text_teacher(corpus, "pairs", pair_texts(corpus)))
+        stages.run("teacher-pairs", pairs, lambda: builder.text_teacher("pairs", pair_texts(corpus)))
     write_manifest(corpus, config, stages)
     return corpus
 
@@ -309,7 +307,7 @@ class _Builder:
         write_atomically(self.folder / "clips.jsonl", jsonl_bytes(rows))
         return {"files": ["clips.npy", "clips.jsonl"], "counts": {"clips": len(rows)}}
 
-    def text_teacher(self, corpus: Corpus, name: str, texts: list[str]) -> dict:
+    def text_teacher(self, name: str, texts: list[str]) -> dict:
         parts = self.folder / "teachers" / f".{name}-parts"
         vectors = teachers.encode_in_parts(
             teachers.text_encoder(), texts, parts, f"MiniLM over {name}", self.config.threads

@@ -266,17 +266,26 @@ _TOOL_HINTS = {
 
 def _run_client(package: Package, target: Path) -> Path:
     command, pattern = _command(package, target)
-    if shutil.which(command[0]) is None:
+    program = shutil.which(command[0])
+    if program is None:
         raise SourceError(f"cannot download {package.label}: {_TOOL_HINTS[package.registry]}")
-    done = subprocess.run(command, cwd=target, capture_output=True, text=True)
+    done = subprocess.run([program, *command[1:]], cwd=target, capture_output=True, text=True)
     found = sorted(target.glob(pattern))
-    if done.returncode != 0 or len(found) != 1:
-        tail = (done.stderr or done.stdout).strip()[-600:]
-        raise SourceError(
-            f"cannot download {package.label} with `{' '.join(command[:3])}` (exit {done.returncode}). Is the "
-            f"{package.registry} registry reachable from here (proxy, offline)? Its client said: {tail or 'nothing'}"
+    if done.returncode == 0 and len(found) == 1:
+        return found[0]
+    said = (done.stderr or done.stdout).strip()[-600:]
+    if "No module named pip" in said:
+        remedy = _TOOL_HINTS["pypi"]
+    elif "Unable to locate package" in said:
+        remedy = (
+            "apt does not know the package: run `sudo apt-get update` (the package is in Debian's and Ubuntu's main)"
         )
-    return found[0]
+    else:
+        remedy = f"Is the {package.registry} registry reachable from here (proxy, offline)?"
+    raise SourceError(
+        f"cannot download {package.label} with `{' '.join(command[:3])}` (exit {done.returncode}). {remedy} "
+        f"The client said: {said or 'nothing'}"
+    )
 
 
 def fetch(key: str, folder: Path | None = None) -> Path:

@@ -69,10 +69,10 @@ def unpacked(key: str) -> Path:
     folder = archive.with_suffix("")
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=archive.parent) as scratch:
+            whole = Path(scratch) / "wheel"
             with zipfile.ZipFile(archive) as pack:
-                pack.extractall(scratch)
-            os.rename(scratch, folder)
-            Path(scratch).mkdir()  # what the context manager expects to remove
+                pack.extractall(whole)
+            os.rename(whole, folder)
     return folder
 
 

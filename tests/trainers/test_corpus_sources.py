@@ -66,6 +66,16 @@ def test_an_unreachable_registry_is_said_with_the_clients_words(registry):
         fetch("thing")
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [("python: No module named pip", "ensurepip"), ("E: Unable to locate package thing", "sudo apt-get update")],
+)
+def test_known_words_of_a_client_bring_the_remedy(registry, words, remedy):
+    registry.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+    with pytest.raises(SourceError, match=remedy):
+        fetch("thing")
+
+
 @pytest.mark.parametrize(("key", "remedy"), [("noto", "install Node.js"), ("stamps", "evaluation_sets")])
 def test_a_missing_client_is_named_with_the_remedy(key, remedy, tmp_path, monkeypatch):
     monkeypatch.setenv("MOEMB_CACHE", str(tmp_path))
