@@ -7,14 +7,16 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen3_5MoeForConditionalGeneration
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
+from moemb.trainers.convert import plan_tensors
+from moemb.trainers.convert_plan import base_keys, split_into_shards
 from moemb.trainers.convert_safetensors import read_checkpoint
 
 from .stock_checkpoint import stock_config, stock_processor
 
 
-MEMORY = 2**30  # what the process may have resident, libraries included
+MEMORY = 1_200_000_000  # what the process may have resident, libraries included
 EXTRA = 384 * 2**20  # address space it may take beyond what importing the libraries took
 LIMITED_RUN = """
 import resource, sys
@@ -105,3 +107,30 @@ def test_conversion_needs_memory_for_a_block_not_for_a_shard(tmp_path, tiny_sett
     assert int(run.stdout.split("peak")[1]) < MEMORY
     converted = read_checkpoint(tmp_path / "new")
     assert sum(tensor.num_bytes for tensor in converted.values()) == total - 2 * 200_000 * 1024  # all but lm_head
+
+
+A10B = {
+    "hidden_size": 3072,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "linear_num_value_heads": 64,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "per-expert"])
+@pytest.mark.parametrize(("name", "text", "billions"), [("35B-A3B", {}, 34.6), ("122B-A10B", A10B, 121.8)])
+def test_every_tensor_of_the_real_models_finds_its_place(tmp_path, name, text, billions, packed):
+    """The published shapes, as headers over holes: planned and checked against the model, not written."""
+    vision = {"out_hidden_size": text.get("hidden_size", 2048)}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    write_sparse_checkpoint(tmp_path / "stock", config, packed)
+    settings = json.loads((tmp_path / "stock" / "config.json").read_text())
+    tensors = base_keys(read_checkpoint(tmp_path / "stock"))
+    planned = plan_tensors(tensors, 248077, 248077, 0, plain=False, keep_row=False, settings=settings)
+    parameters = sum(t.num_bytes for t in planned) / 2
+    assert parameters / 1e9 == pytest.approx(billions, abs=0.6)
+    shards = split_into_shards(planned)
+    assert max(sum(t.num_bytes for t in group) for group in shards.values()) <= 4 * 2**30
