@@ -27,6 +27,8 @@ BACKGROUND = (255, 255, 255)
 REMOTE_TIMEOUT_SECONDS = 20
 REMOTE_MAX_BYTES = 256 * 2**20
 
+# Pillow draws these by running a program or a system library: nothing for files that others sent.
+_REFUSED_FORMATS = ("EPS", "WMF")
 _DATA_URL = re.compile(r"data:(image|video)/[\w.+-]+(?:;[\w=.+-]+)*;base64,[A-Za-z0-9+/=_\s-]+", re.IGNORECASE)
 _HTTP = ("http://", "https://")
 
@@ -221,6 +223,10 @@ def pil_to_rgb(image: Image.Image, background: tuple[int, int, int] = BACKGROUND
     Raises:
         MediaError: the image is empty, cut off, or of a mode without a defined look.
     """
+    if image.format in _REFUSED_FORMATS:
+        raise MediaError(
+            f"{image.format} images are not read, since drawing them runs other programs: convert it to PNG"
+        )
     try:
         image.load()
         image = ImageOps.exif_transpose(image)

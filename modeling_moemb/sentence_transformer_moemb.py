@@ -8,6 +8,7 @@ AutoProcessor give the same vector. Pooling and normalisation are the stock modu
 import inspect
 import json
 import shutil
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from .items_moemb import as_batch
 
 
-_MODALITIES = ("text", "image", "video", "message")
+# Set while only vectors are wanted: the last block then computes the pooled tokens alone. One value per thread.
+_POOLED_ONLY: ContextVar[bool] = ContextVar("pooled_only", default=False)
 _OVERRIDES = {"text": ("max_length",), "image": ("min_pixels", "max_pixels"), "video": ("num_frames", "fps")}
 
 
@@ -33,9 +35,6 @@ class MoEMBTransformer(Transformer):
     `processing_kwargs` may hold `{"text": {"max_length"}, "image": {"min_pixels", "max_pixels"}, "video":
     {"num_frames", "fps"}}`.
     """
-
-    # Set while only sentence embeddings are wanted: the last block then computes the pooled tokens alone.
-    pooled_only = False
 
     def preprocess(
         self,
@@ -69,18 +68,17 @@ class MoEMBTransformer(Transformer):
         if limit is not None:
             overrides.setdefault("max_length", limit)
         features = dict(self.processor(list(inputs), instruction=prompt or "", indices=indices, **overrides))
-        starts = features["input_ids"] == self.processor.vision_start_token_id
-        following = features["mm_token_type_ids"].roll(-1, dims=1)
+        types, merge = features["mm_token_type_ids"], self.processor.image_processor.merge_size
         if "pixel_values" in features:
-            features["num_images_per_sample"] = (starts & (following == 1)).sum(1)
+            features["num_images_per_sample"] = _media_per_item(types == 1, features["image_grid_thw"], merge)
         if "pixel_values_videos" in features:
-            features["num_videos_per_sample"] = self._videos_per_item(features, (starts & (following == 2)).sum(1))
+            features["num_videos_per_sample"] = _media_per_item(types == 2, features["video_grid_thw"], merge)
         features["modality"] = "message"
         return features
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Runs the model; with `pooled_only` the features keep one token per item, the pooled one, in float32."""
-        if not self.pooled_only or "pooled_only" not in self._declared_forward_params:
+        """Runs the model; when only vectors are wanted, the features keep the pooled token of each item, in float32."""
+        if not _POOLED_ONLY.get() or "pooled_only" not in self._declared_forward_params:
             return super().forward(features, **kwargs)
         given = {key: value for key, value in {**features, **kwargs}.items() if key in self._declared_forward_params}
         pooled = self.model(**given, pooled_only=True).pooler_output
@@ -103,17 +101,12 @@ class MoEMBTransformer(Transformer):
                 overrides.update(values)
         return overrides
 
-    @staticmethod
-    def _videos_per_item(features: dict[str, Any], blocks: torch.Tensor) -> torch.Tensor:
-        """Number of videos of each item: a video is as many blocks of tokens as its grid has temporal patches."""
-        steps, counts = features["video_grid_thw"][:, 0].tolist(), []
-        for wanted in blocks.tolist():
-            count = 0
-            while wanted > 0:
-                wanted -= steps.pop(0)
-                count += 1
-            counts.append(count)
-        return torch.tensor(counts)
+
+def _media_per_item(is_media: torch.Tensor, grids: torch.Tensor, merge_size: int) -> torch.Tensor:
+    """Counts the images or videos of each item: int64 `[B]`, from where their tokens are and how many each has."""
+    ends = (grids.prod(1) // merge_size**2).cumsum(0)
+    upto = torch.searchsorted(ends, is_media.sum(1).cumsum(0), right=True)
+    return upto.diff(prepend=upto.new_zeros(1))
 
 
 @dataclass
@@ -172,11 +165,11 @@ class SentenceTransformer(sentence_transformers.SentenceTransformer):
         wanted = kwargs["output_value"]
         unit = any(isinstance(module, sentence_transformers.sentence_transformer.modules.Normalize) for module in self)
         kwargs["normalize_embeddings"] = kwargs["normalize_embeddings"] or unit
-        self[0].pooled_only = wanted == "sentence_embedding"
+        token = _POOLED_ONLY.set(wanted == "sentence_embedding")
         try:
             outputs = super()._inference(inputs, **kwargs)
         finally:
-            self[0].pooled_only = False
+            _POOLED_ONLY.reset(token)
         if wanted is None and kwargs["normalize_embeddings"]:
             for output in outputs:
                 vector = output["sentence_embedding"]

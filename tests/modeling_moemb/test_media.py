@@ -233,6 +233,10 @@ class TestSources:
         with pytest.raises(MediaError, match="cannot be read"):
             load_image(data[: len(data) // 2])
 
+    def test_formats_that_run_programs(self):
+        with pytest.raises(MediaError, match="EPS images are not read"):
+            load_image(encoded(Image.fromarray(picture()), "EPS"))
+
     def test_decompression_bomb(self, monkeypatch):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
         with pytest.raises(MediaError, match="DecompressionBomb"):

@@ -301,7 +301,6 @@ class TestLifecycle:
         backbone.config.embedding = processor.conventions()
         backbone.save_pretrained(tmp_path / "plain")
         processor.save_pretrained(tmp_path / "plain")
-        AutoProcessor.register(MoEMBConfig, type(processor), exist_ok=True)
         first = MoEMBTransformer(str(tmp_path / "plain"))
         model = SentenceTransformer(modules=[first, Pooling(64, "lasttoken"), Normalize()], device="cpu")
         assert isinstance(model, sentence_transformers.SentenceTransformer)
@@ -321,6 +320,44 @@ class TestLifecycle:
         assert output["token_embeddings"].shape[:2] == features["input_ids"].shape
         assert sum(p.grad is not None for p in model.parameters()) > 50
         assert model.preprocess([]) == {}
+
+    def test_gradient_cache(self, repository):
+        """The cached loss cuts a multimodal batch into pieces: it needs the number of images of each item."""
+        from sentence_transformers.sentence_transformer.losses import (
+            CachedMultipleNegativesRankingLoss,
+            MultipleNegativesRankingLoss,
+        )
+
+        model = SentenceTransformer(str(repository), trust_remote_code=True)
+        texts = ["red", "green", "blue", "white", "black"]
+        images = [{"image": picture(32 + 16 * index, 48, seed=index)} for index in range(5)]
+        columns = [model.preprocess(texts), model.preprocess(images)]
+        losses = []
+        for loss in (
+            MultipleNegativesRankingLoss(model),
+            CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+        ):
+            model.zero_grad()
+            value = loss([dict(column) for column in columns], None)
+            value.backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+            losses.append((value.item(), norm.item()))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+    def test_threads(self, model, vectors):
+        """A server calls one model from many threads, some of them for token embeddings."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        def work(number):
+            if number % 2:
+                return [len(rows) for rows in model.encode(["a", "bb"], output_value="token_embeddings")]
+            return model.encode(some_items())
+
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(work, range(8)))
+        assert all(result == [2, 3] for result in results[1::2])
+        for result in results[::2]:
+            np.testing.assert_allclose(result, vectors, atol=1e-5)
 
     @pytest.mark.slow
     def test_multi_process_pool(self, repository, vectors):
