@@ -88,14 +88,14 @@ def _run_verb(verb: str, flags: list[str]) -> int:
     module = importlib.import_module(f".{VERBS[verb]}", __package__)
     parser = _Parser(prog=f"moemb {verb}", description=module.HELP, allow_abbrev=False)
     module.add_arguments(parser)
+    takes_overrides = getattr(module, "ACCEPTS_OVERRIDES", False)
+    if not takes_overrides:
+        _refuse_unknown(parser, [flag for flag in flags if flag.startswith("--") and len(flag) > 2])
     args, extra = parser.parse_known_args(flags)
-    if getattr(module, "ACCEPTS_OVERRIDES", False):
+    if takes_overrides:
         args.overrides = extra
-    elif extra:
-        known = [option for action in parser._actions for option in action.option_strings]
-        flag = extra[0].partition("=")[0]
-        what = "flag" if flag.startswith("-") else "argument"
-        parser.error(f"unknown {what} '{flag}'{nearest(flag, known)}")
+    else:
+        _refuse_unknown(parser, extra)
     try:
         return int(module.run(args) or 0)
     except MoEMBError as error:
@@ -110,6 +110,17 @@ def _run_verb(verb: str, flags: list[str]) -> int:
         # The reader of our output left (for example `| head`): stop without a second error at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _refuse_unknown(parser: _Parser, words: list[str]) -> None:
+    """Name the first word that is no flag of the verb. Called before parsing too: a mistyped required flag would
+    otherwise be reported as a missing one."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag not in known:
+            what = "flag" if flag.startswith("-") else "argument"
+            parser.error(f"unknown {what} '{flag}'{nearest(flag, known)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def verb(monkeypatch):
     module = types.ModuleType("moemb.trainers.probe")
     module.HELP = "probe"
     module.seen = []
-    module.add_arguments = lambda parser: parser.add_argument("--size", type=int, default=1)
+    module.add_arguments = lambda parser: parser.add_argument("--size", type=int, required=True)
 
     def run(args):
         module.seen.append(args)
@@ -56,9 +56,11 @@ def test_flags_reach_the_verb(verb):
     [
         (["--sise", "3"], "unknown flag '--sise'; did you mean '--size'?"),
         (["--sise=3"], "unknown flag '--sise'; did you mean '--size'?"),
-        (["stray"], "unknown argument 'stray'"),
+        (["--size", "1", "stray"], "unknown argument 'stray'"),
         (["--size", "big"], "invalid int value: 'big'"),
         (["--siz", "3"], "unknown flag '--siz'; did you mean '--size'?"),
+        (["--size", "1", "-s", "3"], "unknown flag '-s'"),
+        ([], "the following arguments are required: --size"),
     ],
 )
 def test_a_wrong_flag_is_named(verb, capsys, flags, message):
@@ -79,18 +81,18 @@ def test_a_users_mistake_is_one_line_and_ours_a_traceback(verb, capsys, monkeypa
         raise MoEMBError("the disk is full; make room")
 
     verb.run = fail
-    assert cli.main(["probe"]) == 1
+    assert cli.main(["probe", "--size", "1"]) == 1
     assert capsys.readouterr().err == "moemb probe: error: the disk is full; make room\n"
     monkeypatch.setenv("MOEMB_TRACEBACK", "1")
     with pytest.raises(MoEMBError):
-        cli.main(["probe"])
+        cli.main(["probe", "--size", "1"])
 
     def break_down(args):
         raise ValueError("a bug")
 
     verb.run = break_down
     with pytest.raises(ValueError, match="a bug"):
-        cli.main(["probe"])
+        cli.main(["probe", "--size", "1"])
 
 
 def test_interrupt_has_the_shells_exit_status(verb, capsys):
@@ -98,7 +100,7 @@ def test_interrupt_has_the_shells_exit_status(verb, capsys):
         raise KeyboardInterrupt
 
     verb.run = interrupt
-    assert cli.main(["probe"]) == 130
+    assert cli.main(["probe", "--size", "1"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
 
