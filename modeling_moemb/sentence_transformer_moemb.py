@@ -77,7 +77,7 @@ class MoEMBTransformer(Transformer):
         return features
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Runs the model; when only vectors are wanted, the features keep the pooled token of each item, in float32."""
+        """Runs the model; when only vectors are wanted, features keep just the pooled token of each item, float32."""
         if not _POOLED_ONLY.get() or "pooled_only" not in self._declared_forward_params:
             return super().forward(features, **kwargs)
         given = {key: value for key, value in {**features, **kwargs}.items() if key in self._declared_forward_params}

@@ -18,7 +18,7 @@ import pytest
 from moemb.trainers.repository import assemble_repository
 
 from ..processors import lean_processor
-from .test_sentence_transformer import build
+from .embedders import build
 
 
 SCRIPT = """
