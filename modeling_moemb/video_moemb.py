@@ -217,7 +217,8 @@ def _file(source: bytes | Path, sampling: FrameSampling) -> VideoClip:
     except MediaError as error:
         raise MediaError(f"the video ({name}): {error}") from error
     except Exception as error:
-        raise MediaError(f"the video ({name}) cannot be read: {type(error).__name__}: {error}") from error
+        detail = f"{type(error).__name__}: {error}"
+        raise MediaError(f"the video ({name}) cannot be read, and it is no image either: {detail}") from error
     return VideoClip(frames, times)
 
 

@@ -64,6 +64,15 @@ class TestOrientation:
         np.testing.assert_array_equal(load_image(data), UPRIGHT[orientation](stored))
         np.testing.assert_array_equal(load_image(Image.open(io.BytesIO(data))), UPRIGHT[orientation](stored))
 
+    @pytest.mark.parametrize("orientation", range(1, 9))
+    def test_avif(self, orientation):
+        stored = np.zeros((32, 64, 3), np.uint8)
+        stored[:16, :32], stored[16:, 32:] = [255, 0, 0], [0, 0, 255]
+        data = encoded(Image.fromarray(stored), "AVIF", exif=exif(orientation), quality=100)
+        shown, expected = load_image(data), UPRIGHT[orientation](stored)
+        assert shown.shape == expected.shape
+        assert np.abs(shown.astype(int) - expected).mean() < 8
+
     def test_png_exif_after_pixels(self):
         """PNG may carry its EXIF chunk after the image data, where opening alone does not see it."""
         data = encoded(Image.fromarray(picture()), "PNG", exif=exif(6))
