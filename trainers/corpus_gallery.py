@@ -31,6 +31,7 @@ GALLERY_LANGUAGES = (*TASK_LANGUAGES, "it", "pt", "ko", "uk", "pl")
 SOURCES = ("emojibase", "twemoji", "fluent", "noto", "animations", "wordnet", "font-dejavu")
 _QUALITY = 80
 _SIDE = 4096  # of a sheet, in pixels; WebP allows 16383
+_MARGIN = 8  # around each tile, in pixels
 _STRIPS = 499
 # WordNet's files on animals, artifacts, food, places, objects, phenomena, plants and substances: titles fit for any
 # reader.
@@ -48,7 +49,10 @@ def default_gallery_folder() -> Path:
 
 
 def save_sheet(path: Path, tiles: np.ndarray, quality: int = _QUALITY) -> None:
-    """Tiles side by side in one WebP picture.
+    """Tiles side by side in one WebP picture, each with its edge pixels repeated around it.
+
+    WebP stores colour at half the resolution and smooths over blocks; without the margin a tile's colour would bleed into
+    its neighbours.
 
     Args:
         path (`Path`):
@@ -58,28 +62,27 @@ def save_sheet(path: Path, tiles: np.ndarray, quality: int = _QUALITY) -> None:
         quality (`int`, *optional*, defaults to 80):
             Of WebP.
     """
+    tiles = np.pad(tiles, ((0, 0), (_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)), mode="edge")
     count, height, width, _ = tiles.shape
     columns = min(count, _SIDE // width)
     rows = -(-count // columns)
     padded = np.full((rows * columns, height, width, 3), 255, np.uint8)
     padded[:count] = tiles
-    sheet = (
-        padded.reshape(rows, columns, height, width, 3)
-        .transpose(0, 2, 1, 3, 4)
-        .reshape(rows * height, columns * width, 3)
-    )
+    grid = padded.reshape(rows, columns, height, width, 3).transpose(0, 2, 1, 3, 4)
     buffer = io.BytesIO()
-    Image.fromarray(sheet).save(buffer, "WEBP", quality=quality, method=6)
+    Image.fromarray(grid.reshape(rows * height, columns * width, 3)).save(buffer, "WEBP", quality=quality, method=6)
     path.write_bytes(buffer.getvalue())
 
 
 def load_sheet(path: Path, count: int, height: int, width: int) -> np.ndarray:
-    """The tiles of `save_sheet`, `(count, height, width, 3)` uint8."""
+    """The tiles of `save_sheet`, `(count, height, width, 3)` uint8; fewer when the sheet does not hold so many."""
     with Image.open(path) as image:
         sheet = np.asarray(image.convert("RGB"))
-    rows, columns = sheet.shape[0] // height, sheet.shape[1] // width
-    tiles = sheet.reshape(rows, height, columns, width, 3).transpose(0, 2, 1, 3, 4)
-    return np.ascontiguousarray(tiles.reshape(rows * columns, height, width, 3)[:count])
+    cell_height, cell_width = height + 2 * _MARGIN, width + 2 * _MARGIN
+    rows, columns = sheet.shape[0] // cell_height, sheet.shape[1] // cell_width
+    cells = sheet[: rows * cell_height, : columns * cell_width].reshape(rows, cell_height, columns, cell_width, 3)
+    tiles = cells.transpose(0, 2, 1, 3, 4).reshape(rows * columns, cell_height, cell_width, 3)
+    return np.ascontiguousarray(tiles[:count, _MARGIN : _MARGIN + height, _MARGIN : _MARGIN + width])
 
 
 class Gallery:
