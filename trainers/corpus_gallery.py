@@ -51,8 +51,8 @@ def default_gallery_folder() -> Path:
 def save_sheet(path: Path, tiles: np.ndarray, quality: int = _QUALITY) -> None:
     """Tiles side by side in one WebP picture, each with its edge pixels repeated around it.
 
-    WebP stores colour at half the resolution and smooths over blocks; without the margin a tile's colour would bleed into
-    its neighbours.
+    WebP stores colour at half the resolution and smooths over blocks; without the margin colours would bleed into the
+    neighbouring tiles.
 
     Args:
         path (`Path`):
