@@ -42,7 +42,7 @@ class _UnitNorm(torch.autograd.Function):
 
 def unit_norm(states: Tensor, factor: float = 1.0, eps: float = 1e-6) -> Tensor:
     """L2-normalise the last axis (`eps` inside the square root) and multiply by `factor`; fp32 out."""
-    scale = torch.tensor(factor, dtype=torch.float32, device=states.device)
+    scale = torch.full((), factor, dtype=torch.float32, device=states.device)
     return _UnitNorm.apply(states, scale, eps, torch.float32)
 
 

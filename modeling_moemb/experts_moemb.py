@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeSparseMoeBlock
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeExperts,
+    Qwen3_5MoeSparseMoeBlock,
+    Qwen3_5MoeTopKRouter,
+)
 
 from .routing_moemb import Routing, route, uniform_top_k
 
@@ -82,6 +86,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def _has_grouped_product(rows: Tensor, weight: Tensor) -> bool:
     """torch's grouped product wants row strides of 16 bytes, fp32 or bf16, and on CUDA compute capability 8.0."""
+    if torch.compiler.is_compiling() and rows.dtype == torch.float32:
+        return False  # torch traces the grouped product for 16-bit floats only
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     capable = not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
     return aligned and capable and rows.dtype in (torch.float32, torch.bfloat16)
@@ -143,12 +149,23 @@ class MoEMBExperts(Qwen3_5MoeExperts):
         return output
 
 
+class MoEMBTopKRouter(Qwen3_5MoeTopKRouter):
+    """Router logits, in fp32 whatever the precision of the model: bf16 logits tie in the top-k."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Logits of `(tokens, hidden)` rows, `(tokens, num_experts)`."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return F.linear(hidden_states.float(), self.weight.float())
+
+
 class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
     """Router, routed experts and the gated shared expert; parameters as in transformers' class."""
 
     def __init__(self, config, experts_backend: str):
         super().__init__(config)
+        self.gate = MoEMBTopKRouter(config)
         self.experts = MoEMBExperts(config, experts_backend)
+        self.top_k = config.num_experts_per_tok
 
     def forward(self, hidden_states: Tensor, top_k: int | None = None) -> tuple[Tensor, Tensor]:
         """Run the block on `(tokens, hidden)` rows.
@@ -158,11 +175,10 @@ class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
             top_k (`int`, *optional*): experts per token when fewer than the router's own; renormalised.
 
         Returns:
-            The block's output, and the router logits (`(tokens, num_experts)`, fp32: bf16 logits tie in the top-k).
+            The block's output, and the router logits (`(tokens, num_experts)`, fp32).
         """
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            router_logits = F.linear(hidden_states.float(), self.gate.weight.float())
-        routing: Routing = route(router_logits, self.gate.top_k, hidden_states.dtype)
+        router_logits = self.gate(hidden_states)
+        routing: Routing = route(router_logits, self.top_k, hidden_states.dtype)
         if top_k is not None:
             routing = uniform_top_k(routing, top_k)
         routed = self.experts(hidden_states, routing.expert_index, routing.weight)

@@ -9,6 +9,8 @@ write strength beta is computed in fp32, and the mixer returns it.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeAttention,
     Qwen3_5MoeGatedDeltaNet,
@@ -27,48 +29,51 @@ DENSE_ATTENTION_LIMIT = 128
 class _CausalConv(torch.autograd.Function):
     """Depthwise causal convolution that never looks across the start of an item; fp32 accumulation.
 
-    A hand-written backward keeps one input instead of a shifted copy per tap.
+    A hand-written backward keeps one input instead of a shifted copy per tap. Rows that would cross a start are
+    overwritten with 0, not multiplied by it: an item that holds NaN must not reach its neighbours.
     """
 
     @staticmethod
-    def forward(ctx, hidden_states: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_states, weight, offset)
+    def forward(ctx, hidden_states: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_states, weight, cu_seqlens)
         taps = weight.shape[1]
-        rows, columns = hidden_states.float(), weight.float()
+        columns, (starts, ends) = weight.float(), (cu_seqlens[:-1].long(), cu_seqlens[1:].long())
+        rows = hidden_states.to(torch.float32, copy=True)
         output = rows * columns[:, -1]
         for back in range(1, min(taps, rows.shape[0])):
-            inside = (offset[back:] >= back).to(rows.dtype)[:, None]
-            output[back:].addcmul_(rows[:-back] * inside, columns[:, taps - 1 - back])
+            rows.index_fill_(0, torch.maximum(ends - back, starts), 0)  # the last `back` rows of every item
+            output[back:].addcmul_(rows[:-back], columns[:, taps - 1 - back])
         return output
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden_states, weight, offset = ctx.saved_tensors
+        hidden_states, weight, cu_seqlens = ctx.saved_tensors
         taps = weight.shape[1]
         rows, columns = hidden_states.float(), weight.float()
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         grad_hidden = grad_output * columns[:, -1]
         grad_weight = torch.zeros_like(columns)
         grad_weight[:, -1] = (grad_output * rows).sum(0)
+        grad = grad_output.clone()
         for back in range(1, min(taps, rows.shape[0])):
-            inside = (offset[back:] >= back).to(rows.dtype)[:, None]
-            grad = grad_output[back:] * inside
-            grad_hidden[:-back].addcmul_(grad, columns[:, taps - 1 - back])
-            grad_weight[:, taps - 1 - back] = (grad * rows[:-back]).sum(0)
+            grad.index_fill_(0, torch.minimum(starts + back - 1, ends - 1), 0)  # the first `back` rows of every item
+            grad_hidden[:-back].addcmul_(grad[back:], columns[:, taps - 1 - back])
+            grad_weight[:, taps - 1 - back] = (grad[back:] * rows[:-back]).sum(0)
         return grad_hidden.to(hidden_states.dtype), grad_weight.to(weight.dtype), None
 
 
-def causal_conv(hidden_states: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+def causal_conv(hidden_states: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Varlen depthwise causal convolution.
 
     Args:
         hidden_states (`torch.Tensor` of shape `(tokens, channels)`): packed rows.
         weight (`torch.Tensor` of shape `(channels, taps)`): oldest tap first.
-        offset (`torch.LongTensor` of shape `(tokens,)`): index of each token inside its item.
+        cu_seqlens (`torch.IntTensor` of shape `(items + 1,)`): cumulative lengths of the items.
 
     Returns:
         `torch.FloatTensor` of shape `(tokens, channels)`, fp32.
     """
-    return _CausalConv.apply(hidden_states, weight, offset)
+    return _CausalConv.apply(hidden_states, weight, cu_seqlens)
 
 
 def gated_delta_rule(
@@ -237,11 +242,13 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         self.norm = MoEMBRMSNormGated(self.head_v_dim, eps=self.layer_norm_epsilon)
         # transformers keeps local kernel classes here when `kernels` is installed; they cannot be pickled
         self.__dict__.pop("_kernel_funcs", None)
+        self.conv_activation = ACT2FN[self.activation]
 
+    @force_accelerate_hooks("conv1d")  # its weight is read here, its forward never runs
     def forward(self, hidden_states: Tensor, packed: PackedTokens, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Mix `(tokens, hidden)` rows; also returns beta, `(tokens, value_heads)` fp32."""
-        mixed = causal_conv(self.in_proj_qkv(hidden_states), self.conv1d.weight.squeeze(1), packed.offset)
-        query, key, value = F.silu(mixed).split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        mixed = causal_conv(self.in_proj_qkv(hidden_states), self.conv1d.weight.squeeze(1), packed.cu_seqlens)
+        query, key, value = self.conv_activation(mixed).split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         beta = torch.sigmoid(self.in_proj_b(hidden_states).float())
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias.float())
         with torch.autocast(hidden_states.device.type, enabled=False):

@@ -1,6 +1,14 @@
 """The base class of the model's parts."""
 
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoePreTrainedModel
+import math
+
+import torch
+from transformers import initialization as init
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeGatedDeltaNet,
+    Qwen3_5MoePreTrainedModel,
+    Qwen3_5MoeTopKRouter,
+)
 
 from .configuration_moemb import MoEMBConfig
 
@@ -13,3 +21,29 @@ class MoEMBPreTrainedModel(Qwen3_5MoePreTrainedModel):
     _can_record_outputs = {}
     _can_compile_fullgraph = False
     _is_stateful = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        # transformers reaches the router through its parent block, but in code outside transformers it skips modules
+        # that own no parameter themselves: the routers would stay at zero
+        if isinstance(module, Qwen3_5MoeTopKRouter):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        # transformers' ones are a placeholder for a checkpoint's values: with them nearly every head forgets all but
+        # the present token, and a model trained from scratch cannot learn to remember
+        if isinstance(module, Qwen3_5MoeGatedDeltaNet):
+            init.copy_(module.dt_bias, decay_bias(module.num_v_heads).to(module.dt_bias.device))
+
+
+def decay_bias(num_heads: int) -> torch.Tensor:
+    """Initial `dt_bias` of Mamba2 and Gated DeltaNet: its softplus is log-uniform in [1e-3, 1e-1].
+
+    Args:
+        num_heads (`int`): number of value heads.
+
+    Returns:
+        `torch.FloatTensor` of shape `(num_heads,)`.
+    """
+    low, high = math.log(1e-3), math.log(1e-1)
+    step = torch.exp(torch.rand(num_heads) * (high - low) + low)
+    return step + torch.log(-torch.expm1(-step))  # the inverse of softplus

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeVisionMLP,
@@ -15,6 +16,19 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from .layout_moemb import PackedLayout
 from .mixers_moemb import MoEMBVisionAttention
 from .pretrained_moemb import MoEMBPreTrainedModel
+
+
+class MoEMBVisionPatchEmbed(Qwen3_5MoeVisionPatchEmbed):
+    """Patch projection; parameters as in transformers' class."""
+
+    @force_accelerate_hooks("proj")  # its weight is read here, its forward never runs
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Project `(patches, patch_dim)` flattened patches."""
+        if type(self.proj) is not nn.Conv3d:  # an adapter or a quantised layer has a forward of its own
+            return super().forward(pixel_values)
+        # the convolution's stride is its kernel: one matrix product does it, and far faster on the CPU
+        weight = self.proj.weight.flatten(1)
+        return F.linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
 
 
 class MoEMBVisionBlock(GradientCheckpointingLayer):
@@ -43,7 +57,7 @@ class MoEMBVisionModel(MoEMBPreTrainedModel):
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
         self.num_grid_per_side = int(config.num_position_embeddings**0.5)
-        self.patch_embed = Qwen3_5MoeVisionPatchEmbed(config=config)
+        self.patch_embed = MoEMBVisionPatchEmbed(config=config)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.rotary_pos_emb = Qwen3_5MoeVisionRotaryEmbedding(config)
         self.blocks = nn.ModuleList([MoEMBVisionBlock(config) for _ in range(config.depth)])
@@ -64,7 +78,7 @@ class MoEMBVisionModel(MoEMBPreTrainedModel):
         """
         # one embedding table for all images of one size: the tables depend on the grid alone
         grids = torch.unique(grid_thw, dim=0)
-        hidden_states = self._embed_patches(pixel_values)
+        hidden_states = self.patch_embed(pixel_values)
         if grids.shape[0] == 1:
             positions, rotary = self._tables(grids, hidden_states)
             repeat = grid_thw.shape[0]
@@ -79,12 +93,6 @@ class MoEMBVisionModel(MoEMBPreTrainedModel):
         for block in self.blocks:
             hidden_states = block(hidden_states, rotary, layout)
         return self.merger(hidden_states)
-
-    def _embed_patches(self, pixel_values: Tensor) -> Tensor:
-        # the convolution's stride is its kernel: one matrix product does it, and far faster on the CPU
-        projection = self.patch_embed.proj
-        weight = projection.weight.flatten(1)
-        return F.linear(pixel_values.to(weight.dtype), weight, projection.bias)
 
     def _tables(self, grid_thw: Tensor, hidden_states: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         indices, weights = get_vision_interpolation_indices_and_weights(
