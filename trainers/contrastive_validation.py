@@ -43,11 +43,20 @@ class ValidationSet:
         seed (`int`, *optional*, defaults to 0): Seed of the samples drawn.
         batch_size (`int`, *optional*, defaults to 256): Items per forward.
         items (`int`, *optional*, defaults to 200): Most queries of the text and heading tasks.
+        distractors (`int`, *optional*, defaults to 400): Training pictures in the pool of the style task.
     """
 
-    def __init__(self, corpus, encoder: BatchEncoder, seed: int = 0, batch_size: int = 256, items: int = 200):
+    def __init__(
+        self,
+        corpus,
+        encoder: BatchEncoder,
+        seed: int = 0,
+        batch_size: int = 256,
+        items: int = 200,
+        distractors: int = 400,
+    ):
         self.corpus, self.encoder = corpus, encoder
-        self.batch_size, self.items = batch_size, items
+        self.batch_size, self.items, self.distractors = batch_size, items, distractors
         self.rng = np.random.default_rng([seed, 0xC0FFEE])
         self._tasks: list[RetrievalTask] | None = None
 
@@ -123,12 +132,14 @@ class ValidationSet:
         return self._caption_task("foreign", FOREIGN)
 
     def _styles(self) -> RetrievalTask:
-        """Validation picture -> the same thing in another style, among its training and validation pictures."""
+        """Validation picture -> the same thing in another style, among validation and some training pictures."""
         styles = self._styles_of_corpus()
         if len(styles) < 2:
             return RetrievalTask("style", [], [], np.zeros((0, 0), dtype=bool))
         pool_style, query_style = styles[0], styles[1]
-        pool = self._picture_rows(pool_style, "validation") + self._picture_rows(pool_style, "train")
+        others = self._picture_rows(pool_style, "train")
+        others = [others[i] for i in self.rng.permutation(len(others))[: self.distractors]]
+        pool = self._picture_rows(pool_style, "validation") + others
         concept = [self.corpus.image_rows[row]["concept"] for row in pool]
         asked = [
             row
@@ -177,7 +188,7 @@ class ValidationSet:
 
     def _motions(self) -> RetrievalTask:
         rows = self._picture_rows(self._styles_of_corpus()[0], "validation")
-        rows = [rows[i] for i in self.rng.permutation(len(rows))[:16]]
+        rows = [rows[i] for i in self.rng.permutation(len(rows))[:8]]
         queries, documents = [], []
         for row in rows:
             label = self.corpus.concepts[self.corpus.image_rows[row]["concept"]]["en"]

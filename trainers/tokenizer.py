@@ -122,8 +122,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """Loads a tokenizer saved by `save_pretrained`, and checks that MoEMB's special tokens are there.
 
     Raises:
-        ValueError: If a special token is missing, named in the message.
+        ValueError: If the folder holds no tokenizer, or a special token is missing, named in the message.
     """
+    if not (Path(path) / "tokenizer.json").is_file():
+        raise ValueError(f"{path} holds no tokenizer.json: it is written by `moemb train` (method: pretrain).")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path))
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]

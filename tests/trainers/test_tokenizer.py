@@ -53,3 +53,5 @@ def test_loading_names_missing_special_tokens(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="<emb>"):
         load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="absent holds no tokenizer"):
+        load_tokenizer(tmp_path / "absent")
