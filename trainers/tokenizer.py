@@ -13,6 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from .errors import MoEMBError
+
 
 # Qwen3.5's split: like Qwen2's, with combining marks (\p{M}) kept inside words, which Indic scripts and Thai need.
 SPLIT_PATTERN = (
@@ -26,6 +28,10 @@ IMAGE_PAD, VIDEO_PAD, EMB = "<|image_pad|>", "<|video_pad|>", "<emb>"
 SPECIAL_TOKENS = (PAD, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD, EMB)
 # What every vocabulary should hold as whole words whatever the corpus says: the timestamps of the template.
 _ALWAYS = ["<0.2 seconds>"] * 64
+
+
+class TokenizerError(MoEMBError, ValueError):
+    """A tokenizer that cannot be trained or loaded; the text names the value and the remedy."""
 
 
 def training_texts(corpus, pairs_per_source: int = 20_000) -> Iterator[str]:
@@ -77,7 +83,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTrainedT
         `<emb>` is the last one.
 
     Raises:
-        ValueError: If the texts are too few to fill `vocab_size` (the embedding table would have dead rows).
+        TokenizerError: If the texts are too few to fill `vocab_size` (the embedding table would have dead rows).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase(), normalizers.Prepend(" ")])
@@ -96,7 +102,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTrainedT
     marker = re.compile("|".join(re.escape(token) for token in SPECIAL_TOKENS))
     tokenizer.train_from_iterator((marker.sub(" ", text) for text in texts), trainer)
     if tokenizer.get_vocab_size() != plain_size:
-        raise ValueError(
+        raise TokenizerError(
             f"vocab_size={vocab_size} needs {plain_size} plain tokens but the texts give only "
             f"{tokenizer.get_vocab_size()}: lower vocab_size or build a larger corpus (`moemb data`)."
         )
@@ -122,15 +128,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """Loads a tokenizer saved by `save_pretrained`, and checks that MoEMB's special tokens are there.
 
     Raises:
-        ValueError: If the folder holds no tokenizer, or a special token is missing, named in the message.
+        TokenizerError: If the folder holds no tokenizer, or a special token is missing, named in the message.
     """
     if not (Path(path) / "tokenizer.json").is_file():
-        raise ValueError(f"{path} holds no tokenizer.json: it is written by `moemb train` (method: pretrain).")
+        raise TokenizerError(f"{path} holds no tokenizer.json: it is written by `moemb train` (method: pretrain).")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path))
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
     if missing:
-        raise ValueError(f"The tokenizer in {path} lacks {missing}: train it with `moemb train` (method: pretrain).")
+        raise TokenizerError(
+            f"The tokenizer in {path} lacks {missing}: train it with `moemb train` (method: pretrain)."
+        )
     return tokenizer
 
 
