@@ -43,6 +43,17 @@ class PackedLayout:
     def __init__(self, lengths: Sequence[int], device: torch.device):
         self.lengths = list(lengths)
         self.device = device
+        self._elsewhere: dict[torch.device, PackedLayout] = {}
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedLayout":
+        """The tables on another device, built once: a model spread over devices moves them along with the states."""
+        device = torch.empty(0, device=device).device
+        if device == torch.empty(0, device=self.device).device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = PackedLayout(self.lengths, device)
+            self._elsewhere[device]._elsewhere = self._elsewhere
+        return self._elsewhere[device]
 
     @cached_property
     def _starts(self) -> Tensor:

@@ -22,7 +22,7 @@ from .elementwise_moemb import MoEMBRMSNorm
 from .experts_moemb import MoEMBSparseMoeBlock
 from .layout_moemb import PackedLayout
 from .mixers_moemb import MoEMBAttention, MoEMBGatedDeltaNet
-from .packing_moemb import IMAGE, VIDEO, PackedTokens, pack_batch
+from .packing_moemb import IMAGE, TEXT, VIDEO, PackedTokens, pack_batch
 from .pretrained_moemb import MoEMBPreTrainedModel
 from .vision_moemb import MoEMBVisionModel
 
@@ -133,7 +133,9 @@ class MoEMBTextModel(MoEMBPreTrainedModel):
             rows = output_rows if index == len(self.layers) - 1 else None
             hidden_states, logits = layer(hidden_states, packed, layout, position_embeddings, top_k, rows)
             router_logits.append(logits)
-        return self.norm(hidden_states), router_logits, states
+        # a model spread over devices ends on another one than it started on
+        home = packed.segment.device
+        return self.norm(hidden_states).to(home), [logits.to(home) for logits in router_logits], states
 
 
 class MoEMBModel(MoEMBPreTrainedModel):
@@ -180,6 +182,12 @@ class MoEMBModel(MoEMBPreTrainedModel):
         pooled_only: bool = False,
         packed_hidden: bool = False,
         return_dict: bool | None = None,
+        output_attentions: bool | None = None,
+        use_cache: bool | None = None,
+        cu_seq_lens_k: torch.IntTensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: torch.IntTensor | None = None,
     ) -> MoEMBOutput | tuple:
         r"""
         Embed a batch of items.
@@ -203,12 +211,22 @@ class MoEMBModel(MoEMBPreTrainedModel):
             pooled_only (`bool`, defaults to `False`): return only `pooler_output`; the last block then computes
                 queries, experts and norm for the pooled tokens alone (same vectors).
             packed_hidden (`bool`, defaults to `False`): return `last_hidden_state` packed, `(tokens, hidden)`.
+            output_attentions (`bool`, *optional*): attention weights are never formed; `True` is refused.
+            use_cache (`bool`, *optional*): nothing is generated; without effect.
+            cu_seq_lens_k, max_length_q, max_length_k, seq_idx (*optional*): come with `cu_seq_lens_q` from
+                transformers' flattening collator and say the same; refused without it.
 
         Raises:
             ValueError: for inputs that would silently embed something else; names the item and the remedy.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
+        if output_attentions:
+            raise ValueError("`output_attentions=True` is not possible: attention weights are never formed")
+        if cu_seq_lens_q is None and any(
+            argument is not None for argument in (cu_seq_lens_k, max_length_q, max_length_k, seq_idx)
+        ):
+            raise ValueError("a flattened batch needs `cu_seq_lens_q`: it says where each item starts")
         text_config = self.config.text_config
         if adaptive_compute is None:
             adaptive_compute = self.config.adaptive_compute
@@ -223,7 +241,7 @@ class MoEMBModel(MoEMBPreTrainedModel):
             position_ids,
         )
         if input_ids is not None:
-            hidden_states = self.get_input_embeddings()(input_ids.reshape(-1)[packed.source])
+            hidden_states = self.get_input_embeddings()(self._checked_ids(input_ids, packed))
         else:
             hidden_states = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])[packed.source]
         hidden_states = self._insert_media(hidden_states, packed.modality, IMAGE, pixel_values, image_grid_thw)
@@ -266,11 +284,25 @@ class MoEMBModel(MoEMBPreTrainedModel):
 
     def _modality(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, given: Tensor | None) -> Tensor:
         if given is not None:
+            shape = tuple((inputs_embeds if input_ids is None else input_ids).shape[:2])
+            if tuple(given.shape) != shape:
+                raise ValueError(f"`mm_token_type_ids` has shape {tuple(given.shape)} but the inputs {shape}")
+            if bool(((given < TEXT) | (given > VIDEO)).any()):
+                raise ValueError("`mm_token_type_ids` must be 0 (text), 1 (image) or 2 (video) everywhere")
             return given.long()
         if input_ids is None:
             return torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
         image, video = input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
         return image * IMAGE + video * VIDEO
+
+    def _checked_ids(self, input_ids: Tensor, packed: PackedTokens) -> Tensor:
+        """The packed ids; on an accelerator an id outside the vocabulary would end the process."""
+        ids, size = input_ids.reshape(-1)[packed.source], self.config.text_config.vocab_size
+        outside = ((ids < 0) | (ids >= size)).nonzero()
+        if outside.numel():
+            item, token = int(packed.segment[outside[0]]), int(ids[outside[0]])
+            raise ValueError(f"item {item} holds the token id {token}, outside the vocabulary of {size} tokens")
+        return ids
 
     def _insert_media(
         self, hidden_states: Tensor, modality: Tensor, kind: int, pixels: Tensor | None, grid: Tensor | None
@@ -279,7 +311,11 @@ class MoEMBModel(MoEMBPreTrainedModel):
             if grid is not None:
                 raise ValueError("a media grid was passed without its pixel values")
             return hidden_states
-        features = self.visual(pixels, grid).to(hidden_states.dtype)
+        name = "image" if kind == IMAGE else "video"
+        patches = 0 if grid is None else int(grid.prod(dim=-1).sum())
+        if patches != pixels.shape[0]:
+            raise ValueError(f"`{name}_grid_thw` describes {patches} patches but {pixels.shape[0]} were passed")
+        features = self.visual(pixels, grid).to(hidden_states)
         rows = (modality == kind).nonzero().squeeze(1)
         if rows.shape[0] != features.shape[0]:
             raise ValueError(

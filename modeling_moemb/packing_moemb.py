@@ -37,6 +37,13 @@ class PackedTokens:
     source: Tensor
     offset: Tensor
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedTokens":
+        """The same packing on another device: a model spread over devices moves it along with the states."""
+        if self.segment.device == torch.empty(0, device=device).device:
+            return self
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()})
+
     @property
     def num_tokens(self) -> int:
         return self.segment.shape[0]
@@ -86,7 +93,7 @@ class PackedTokens:
     def unpack(self, hidden_states: Tensor, batch_size: int, sequence_length: int) -> Tensor:
         """Scatter `(tokens, dim)` rows back to `(batch_size, sequence_length, dim)`; zero where no token is alive."""
         padded = hidden_states.new_zeros(batch_size * sequence_length, hidden_states.shape[-1])
-        padded = padded.index_copy(0, self.source, hidden_states)
+        padded = padded.index_copy(0, self.source.to(hidden_states.device), hidden_states)
         return padded.view(batch_size, sequence_length, -1)
 
 
@@ -122,8 +129,13 @@ def pack_batch(
         ValueError: for 4-D masks, position ids that restart inside an item, empty items, and media tokens that do
             not match the grids.
     """
+    if modality.dim() != 2 or modality.shape[0] == 0:
+        raise ValueError(
+            f"the inputs must have shape (batch, sequence) and hold at least one item, got {tuple(modality.shape)}"
+        )
     batch_size, sequence_length = modality.shape
     if cu_seqlens is not None:
+        cu_seqlens = torch.as_tensor(cu_seqlens, device=modality.device)
         counts = _check_cu_seqlens(cu_seqlens, attention_mask, batch_size, sequence_length)
         source = torch.arange(sequence_length, device=modality.device)
     else:
@@ -163,6 +175,10 @@ def _check_attention_mask(attention_mask: Tensor | None, modality: Tensor) -> tu
 def _check_cu_seqlens(
     cu_seqlens: Tensor, attention_mask: Tensor | None, batch_size: int, sequence_length: int
 ) -> Tensor:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"`cu_seq_lens_q` must be integers of shape (items + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
     if batch_size != 1:
         raise ValueError(f"a batch flattened by `cu_seq_lens_q` must have one row, got {batch_size}")
     if attention_mask is not None and not bool(attention_mask.all()):
@@ -178,16 +194,24 @@ def _check_cu_seqlens(
 def _check_position_ids(
     position_ids: Tensor, batch_size: int, sequence_length: int, source: Tensor, segment: Tensor
 ) -> Tensor:
+    shape = tuple(position_ids.shape)
     if position_ids.dim() == 2:
         position_ids = position_ids[None].expand(3, -1, -1)
-    if position_ids.dim() != 3 or position_ids.shape[0] not in (3, 4):
+    if (
+        position_ids.dim() != 3
+        or position_ids.shape[0] not in (3, 4)
+        or position_ids.shape[1] not in (1, batch_size)
+        or position_ids.shape[2] != sequence_length
+    ):
         raise ValueError(
-            "`position_ids` must have shape (batch, sequence), (3, batch, sequence) or (4, batch, sequence), "
-            f"got {tuple(position_ids.shape)}"
+            "`position_ids` must have shape (batch, sequence), (3, batch, sequence) or (4, batch, sequence) with "
+            f"batch {batch_size} and sequence {sequence_length}, got {shape}"
         )
     positions = position_ids[-3:].expand(3, batch_size, sequence_length).reshape(3, -1)[:, source]
     same_item = segment[1:] == segment[:-1]
-    restarts = (positions[0, 1:] < positions[0, :-1]) & same_item
+    fallen = positions[0, 1:] < positions[0, :-1]
+    repeated = (positions[:, 1:] == positions[:, :-1]).all(dim=0)  # a sequence of one token before another
+    restarts = (fallen | repeated) & same_item
     if bool(restarts.any()):
         item = int(segment[1:][restarts][0])
         raise ValueError(
@@ -266,6 +290,7 @@ def _fill_grid_runs(
             item = int(run_segment[is_kind][0])
             raise ValueError(f"item {item} has {name} tokens but no `{name}_grid_thw` was passed")
         return
+    grid = grid.to(run_length)
     if kind == VIDEO:  # timestamps stand between the temporal patches of a video: each is a run of its own
         grid = grid.repeat_interleave(grid[:, 0], dim=0)
         grid = torch.cat([torch.ones_like(grid[:, :1]), grid[:, 1:]], dim=1)
@@ -274,7 +299,6 @@ def _fill_grid_runs(
             f"the inputs hold {count} runs of {name} tokens but `{name}_grid_thw` describes {grid.shape[0]}; "
             "each must stand between its own vision start and end tokens"
         )
-    grid = grid.to(run_length.device)
     expected = grid[:, 0] * (grid[:, 1] // merge) * (grid[:, 2] // merge)
     wrong = (expected != run_length[is_kind]).nonzero()
     if wrong.numel():

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening
 
+from modeling_moemb.layout_moemb import PackedLayout
 from modeling_moemb.packing_moemb import IMAGE, VIDEO, pack_batch
 
+from ..conftest import EMB_ID
 from .batches import Item, collate, flatten, mixed_items
 
 
@@ -149,3 +152,62 @@ def test_flattened_inputs_equal_padded_ones(tiny_model):
         flat = tiny_model(**flatten(items))
     torch.testing.assert_close(flat.pooler_output, padded, atol=1e-5, rtol=0)
     assert flat.last_hidden_state.shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": torch.tensor([1, EMB_ID])}, r"shape \(batch, sequence\).* got \(2,\)"),
+        ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, "at least one item"),
+        ({"input_ids": torch.tensor([[1, EMB_ID], [300, EMB_ID]])}, "item 1 holds the token id 300, outside"),
+        ({"input_ids": torch.tensor([[-1, EMB_ID]])}, "item 0 holds the token id -1, outside"),
+        ({"mm_token_type_ids": torch.zeros(2, 1, dtype=torch.long)}, r"has shape \(2, 1\) but the inputs \(1, 2\)"),
+        ({"mm_token_type_ids": torch.tensor([[3, 0]])}, r"0 \(text\), 1 \(image\) or 2 \(video\)"),
+        ({"position_ids": torch.arange(3)[None]}, r"batch 1 and sequence 2, got \(1, 3\)"),
+        ({"position_ids": torch.zeros(1, 2, dtype=torch.long)}, "item 0 restart inside the item"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 2]])}, r"shape \(items \+ 1,\)"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 2.0])}, "must be integers"),
+        ({"cu_seq_lens_k": torch.tensor([0, 2])}, "needs `cu_seq_lens_q`"),
+        ({"pixel_values": torch.zeros(4, 384)}, "describes 0 patches but 4 were passed"),
+        ({"output_attentions": True}, "never formed"),
+    ],
+)
+def test_wrong_inputs_are_named(tiny_model, changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model(**{"input_ids": torch.tensor([[1, EMB_ID]]), **changes})
+
+
+def test_too_few_patches_are_named(tiny_model):
+    batch = collate([Item().image(4, 4).emb(), Item().image(8, 4).emb()])
+    batch["pixel_values"] = batch["pixel_values"][:-4]
+    with pytest.raises(ValueError, match="`image_grid_thw` describes 48 patches but 44 were passed"):
+        tiny_model(**batch)
+
+
+def test_integer_widths_do_not_matter(tiny_model):
+    batch = collate(mixed_items())
+    with torch.no_grad():
+        expected = tiny_model(**batch).pooler_output
+        short = {key: value if value.is_floating_point() else value.int() for key, value in batch.items()}
+        assert torch.equal(tiny_model(**short).pooler_output, expected)
+
+
+def test_the_flattening_collator_of_transformers_is_understood(tiny_model):
+    texts = [[1, 2, 3, EMB_ID], [EMB_ID], [4, EMB_ID]]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
+    batch = collator([{"input_ids": ids} for ids in texts])
+    del batch["labels"]
+    with torch.no_grad():
+        expected = torch.cat([tiny_model(torch.tensor([ids])).pooler_output for ids in texts])
+        assert (tiny_model(**batch).pooler_output - expected).abs().max() <= 1e-5
+
+
+def test_a_packing_moves_to_another_device():
+    packed = pack_batch(torch.zeros(2, 5, dtype=torch.long), None, None, {}, 2)
+    layout = PackedLayout(packed.lengths, torch.device("cpu"))
+    assert packed.to("cpu") is packed and layout.to("cpu") is layout
+    moved = packed.to("meta")
+    assert moved.lengths == packed.lengths
+    assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
+    assert layout.to("meta").device.type == "meta" and layout.to("meta") is layout.to(torch.device("meta"))
+    assert layout.to("meta").causal_groups[0][0].is_meta

@@ -83,6 +83,15 @@ def test_adapters_train_and_merge(tiny_model, targets):
     torch.testing.assert_close(embed(adapted.merge_and_unload(), items), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_an_adapter_for_feature_extraction_embeds_the_same(tiny_model):
+    peft = pytest.importorskip("peft")
+    items = mixed_items()
+    with torch.no_grad():
+        expected = embed(tiny_model, items)
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=peft.TaskType.FEATURE_EXTRACTION)
+        assert torch.equal(embed(peft.get_peft_model(tiny_model, settings).eval(), items), expected)
+
+
 def test_experts_compile_in_fp32(tiny_config):
     experts = MoEMBExperts(tiny_config.text_config, "grouped")
     for parameter in experts.parameters():
