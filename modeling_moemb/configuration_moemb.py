@@ -15,7 +15,7 @@ ADAPTIVE_COMPUTE_KEYS = ("top_k",)
 
 
 def validate_adaptive_compute(settings: dict[str, Any] | None, num_experts_per_tok: int) -> dict[str, Any] | None:
-    """Check a compute budget and return it, so that a typo never silently means "full compute".
+    """Check a compute budget and return a copy of it, so that a typo never silently means "full compute".
 
     Args:
         settings (`dict`, *optional*):
@@ -43,7 +43,7 @@ def validate_adaptive_compute(settings: dict[str, Any] | None, num_experts_per_t
             f"`adaptive_compute['top_k']` must be an integer from 1 to {num_experts_per_tok} "
             f"(the checkpoint's experts per token), got {top_k!r}"
         )
-    return settings
+    return dict(settings)
 
 
 class MoEMBConfig(Qwen3_5MoeConfig):

@@ -62,12 +62,15 @@ class PackedLayout:
 
     @cached_property
     def chunks(self) -> list[ChunkClass]:
-        """Chunk tables by length class: the smallest multiple of 8 that holds the item, at most `MAX_CHUNK`."""
-        classes: dict[int, list[int]] = {}
+        """Chunk tables by length class: the smallest multiple of 8 that holds the item, at most `MAX_CHUNK`.
+
+        Items of several chunks form a class of their own: an item that fits one chunk carries no state.
+        """
+        classes: dict[tuple[int, bool], list[int]] = {}
         for item, length in enumerate(self.lengths):
             size = min(-(-length // 8) * 8, MAX_CHUNK)
-            classes.setdefault(size, []).append(item)
-        return [self._chunk_class(size, items) for size, items in sorted(classes.items())]
+            classes.setdefault((size, length > size), []).append(item)
+        return [self._chunk_class(size, items) for (size, _), items in sorted(classes.items())]
 
     def _chunk_class(self, size: int, items: list[int]) -> ChunkClass:
         items = sorted(items, key=lambda item: -self.lengths[item])

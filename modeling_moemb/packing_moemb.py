@@ -26,7 +26,6 @@ class PackedTokens:
         modality (`torch.LongTensor` of shape `(tokens,)`): 0 text, 1 image, 2 video.
         segment (`torch.LongTensor` of shape `(tokens,)`): the item each token belongs to.
         source (`torch.LongTensor` of shape `(tokens,)`): flat index of each token in the padded batch.
-        offset (`torch.LongTensor` of shape `(tokens,)`): index of each token inside its item.
     """
 
     cu_seqlens: Tensor
@@ -35,7 +34,6 @@ class PackedTokens:
     modality: Tensor
     segment: Tensor
     source: Tensor
-    offset: Tensor
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedTokens":
         """The same packing on another device: a model spread over devices moves it along with the states."""
@@ -75,17 +73,15 @@ class PackedTokens:
         lengths = counts.tolist()
         if 0 in lengths:
             raise ValueError(f"item {lengths.index(0)} would lose all its tokens")
-        cu_seqlens, offset = _layout(counts, index.shape[0])
         return (
             replace(
                 self,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=_cumulative(counts),
                 lengths=lengths,
                 position_ids=self.position_ids[:, index],
                 modality=self.modality[index],
                 segment=segment,
                 source=self.source[index],
-                offset=offset,
             ),
             index,
         )
@@ -97,12 +93,11 @@ class PackedTokens:
         return padded.view(batch_size, sequence_length, -1)
 
 
-def _layout(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """`cu_seqlens` and the index inside its item of each token, from the item lengths on the device."""
+def _cumulative(counts: Tensor) -> Tensor:
+    """A new `cu_seqlens` from the item lengths on the device."""
     cu_seqlens = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
     cu_seqlens[1:] = counts.cumsum(0)
-    starts = cu_seqlens[:-1].long().repeat_interleave(counts, output_size=total)
-    return cu_seqlens, torch.arange(total, device=counts.device) - starts
+    return cu_seqlens
 
 
 def pack_batch(
@@ -143,14 +138,13 @@ def pack_batch(
     lengths = counts.tolist()
     if 0 in lengths:
         raise ValueError(f"item {lengths.index(0)} of the batch has no tokens (its attention mask is all zero)")
-    cu_seqlens, offset = _layout(counts, source.shape[0])
     segment = torch.arange(len(lengths), device=source.device).repeat_interleave(counts, output_size=source.shape[0])
     modality = modality.reshape(-1)[source]
     if position_ids is None:
         positions = mrope_positions(modality, segment, grids, spatial_merge_size)
     else:
         positions = _check_position_ids(position_ids, batch_size, sequence_length, source, segment)
-    return PackedTokens(cu_seqlens, lengths, positions, modality, segment, source, offset)
+    return PackedTokens(_cumulative(counts), lengths, positions, modality, segment, source)
 
 
 def _check_attention_mask(attention_mask: Tensor | None, modality: Tensor) -> tuple[Tensor, Tensor]:

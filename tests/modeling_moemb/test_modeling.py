@@ -293,6 +293,10 @@ def test_adaptive_top_k_by_call_by_model_and_by_config(tiny_model):
         tiny_model.set_adaptive_compute({"top_k": 1})
         assert torch.equal(embed(tiny_model, items), fewer)
         assert torch.equal(embed(tiny_model, items, adaptive_compute={}), full)
+    budget = {"top_k": 1}
+    tiny_model.set_adaptive_compute(budget)
+    budget["top_k"] = 99
+    assert tiny_model.config.adaptive_compute == {"top_k": 1}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ def test_layout_of_a_padded_batch():
     assert packed.lengths == [3, 1, 4]
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 8] and packed.cu_seqlens.dtype == torch.int32
     assert packed.segment.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
-    assert packed.offset.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert packed.source.tolist() == [1, 2, 3, 7, 8, 9, 10, 11]
 
 
@@ -75,7 +74,6 @@ def test_compact_keeps_order_positions_and_makes_new_lengths():
     assert smaller.cu_seqlens is not packed.cu_seqlens
     assert smaller.lengths == [int(keep[packed.segment == item].sum()) for item in range(packed.num_items)]
     assert smaller.cu_seqlens.diff().tolist() == smaller.lengths
-    assert smaller.offset.tolist() == [place for length in smaller.lengths for place in range(length)]
     again, _ = smaller.compact(torch.ones(smaller.num_tokens, dtype=torch.bool))
     assert torch.equal(again.source, smaller.source)
 
@@ -211,3 +209,8 @@ def test_a_packing_moves_to_another_device():
     assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
     assert layout.to("meta").device.type == "meta" and layout.to("meta") is layout.to(torch.device("meta"))
     assert layout.to("meta").causal_groups[0][0].is_meta
+
+
+def test_items_of_one_chunk_are_laid_out_apart_from_longer_ones():
+    layout = PackedLayout([60, 200, 64, 3], torch.device("cpu"))
+    assert [(chunk.size, chunk.active) for chunk in layout.chunks] == [(8, [1]), (64, [2]), (64, [1, 1, 1, 1])]
