@@ -154,6 +154,23 @@ class MoEMBModel(MoEMBPreTrainedModel):
         self.language_model = MoEMBTextModel(config.text_config, config.experts_backend)
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
+        """Load a model, see `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: if the checkpoint does not hold the routed experts in this model's layout, such as a stock
+                checkpoint with one tensor per expert: they would be left random.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        missing = sorted(key for key in info["missing_keys"] if ".mlp.experts." in key)
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} tensors of routed experts ({missing[0]}, ...): if it is a stock "
+                "Qwen3.5-MoE checkpoint, turn it into a MoEMB repository with `moemb convert --from DIR --to DIR`"
+            )
+        return (model, info) if output_loading_info else model
+
     def get_input_embeddings(self) -> nn.Embedding:
         return self.language_model.embed_tokens
 

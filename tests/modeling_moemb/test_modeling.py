@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from transformers import AutoModel, Qwen3_5MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
 
@@ -241,6 +242,19 @@ def test_stock_checkpoint_loads_unchanged(stock_model, tiny_config, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for name, tensor in stock_model.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_checkpoint_with_one_tensor_per_expert_is_refused(stock_model, tiny_config, tmp_path):
+    weights = {}
+    for name, tensor in stock_model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            weights |= {name.replace("gate_up_proj", f"{e}.gate_up.weight"): t.clone() for e, t in enumerate(tensor)}
+        else:
+            weights[name] = tensor
+    tiny_config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 8 tensors of routed experts .*moemb convert"):
+        MoEMBModel.from_pretrained(tmp_path)
 
 
 def test_save_and_reload_changes_nothing(shared_model, tmp_path):
