@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .checkpoint import LOG, RECORD, write_checkpoint
 from .optimizer import MasterAdamW
 from .packed_config import PackedTrainingConfig
 
@@ -210,21 +211,10 @@ class PackedTrainer(Trainer):
     # Saving
 
     def export(self, name: str, record: dict[str, Any]) -> Path:
-        """Writes the model as it is now to `output_dir/name`: weights, config, tokenizer and `training.json`.
-
-        The folder is replaced as a whole: it is never seen half written.
-        """
+        """Writes the model as it is now to `output_dir/name`, a shippable checkpoint (see [`write_checkpoint`])."""
         target = Path(self.args.output_dir) / name
-        partial, old = target.with_name(f".{name}.partial"), target.with_name(f".{name}.old")
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.model.save_pretrained(partial)
-        self.processing_class.save_pretrained(partial)
-        (partial / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-        if target.exists():
-            os.replace(target, old)
-        os.replace(partial, target)
-        shutil.rmtree(old, ignore_errors=True)
+        settings = {"seed": self.args.seed, "max_steps": self.args.max_steps, "init_from": self.args.init_from}
+        write_checkpoint(target, self.model, self.processing_class, {**record, **settings})
         return target
 
     def export_final(self) -> Path:
@@ -252,7 +242,7 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def _best_value(output_dir: Path, metric: str) -> float | None:
-    record = output_dir / "best" / "training.json"
+    record = output_dir / "best" / RECORD
     return json.loads(record.read_text()).get(f"eval_{metric}") if record.is_file() else None
 
 
@@ -260,7 +250,7 @@ class JsonLines(TrainerCallback):
     """Appends every log entry to `output_dir/log.jsonl` with the step and the wall-clock time."""
 
     def __init__(self, output_dir: str):
-        self.path = Path(output_dir) / "log.jsonl"
+        self.path = Path(output_dir) / LOG
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:

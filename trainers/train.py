@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="the recipe, such as recipes/moemb-mini/pretrain.yaml",
     )
+    parser.add_argument(
+        "--publish",
+        metavar="DIR",
+        help="train nothing: copy the run's best checkpoint, log and commands to DIR, such as "
+        "recipes/moemb-mini/checkpoint",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if method not in METHODS:
         raise TrainError(f"{args.config}: method is {method!r}; write one of 'method: {' | '.join(METHODS)}'")
     keep_freed_memory()
+    from .checkpoint import publish, record_command
     from .corpus import load_corpus
     from .packed_trainer import newest_checkpoint
 
@@ -49,7 +56,11 @@ def run(args: argparse.Namespace) -> int:
     config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
     if config.init_from:
         config.init_from = os.path.expanduser(os.path.expandvars(config.init_from))
+    if args.publish:
+        print(f"published: {publish(config.output_dir, args.publish)}", file=sys.stderr)
+        return 0
     trainer = build_trainer(config, load_corpus(config.corpus))
+    record_command(config.output_dir, ["moemb", "train", "--config", args.config, *args.overrides])
     checkpoint = newest_checkpoint(config.output_dir) if config.continue_run else None
     if checkpoint is not None:
         print(f"going on from {checkpoint}", file=sys.stderr)

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from moemb.trainers.cli import main
 from moemb.trainers.contrastive_config import ContrastiveConfig
 from moemb.trainers.pretrain_config import PretrainConfig
 from moemb.trainers.recipe import load_recipe
+from moemb.trainers.repository import assemble_checkpoint
 
 from .test_contrastive import SETTINGS
 from .test_pretrain import TINY
@@ -36,6 +38,28 @@ def test_both_recipes_train_one_after_the_other(tmp_path, fake_corpus, monkeypat
     # the same command again, with more steps, goes on
     assert main(["train", "--config", contrastive, "--max_steps", "4"]) == 0
     assert (tmp_path / "c" / "checkpoint-4" / "complete.json").is_file()
+    check_publishing(tmp_path, contrastive)
+
+
+def check_publishing(tmp_path, recipe):
+    target = tmp_path / "shipped"
+    target.mkdir()
+    (target / "README.md").write_text("a card")
+    (target / "stale").write_text("")
+    assert main(["train", "--config", recipe, "--publish", str(target)]) == 0
+    assert (target / "README.md").read_text() == "a card" and not (target / "stale").exists()
+    record = json.loads((target / "training.json").read_text())
+    assert record["step"] in (2, 4) and "eval_score" in record
+    assert [entry["command"].split()[-1] for entry in record["commands"]] == ["2", "4"]
+    assert "eval_score" in (target / "log.jsonl").read_text()
+    repository = assemble_checkpoint(target, tmp_path / "repository")
+    assert (repository / "modules.json").is_file() and (repository / "model.safetensors").is_file()
+
+
+def test_publishing_a_run_without_evaluation_is_an_error(tmp_path, capsys):
+    recipe = write(tmp_path / "c.yaml", method="contrastive", output_dir=tmp_path / "c", init_from="x", **SETTINGS)
+    assert main(["train", "--config", recipe, "--publish", str(tmp_path / "t")]) == 1
+    assert "first evaluation" in capsys.readouterr().err and not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize("method", ["", "method: magic\n"])
