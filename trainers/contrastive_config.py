@@ -26,6 +26,13 @@ class ContrastiveConfig(PackedTrainingConfig):
         instruction_share (`float`, *optional*, defaults to 0.05):
             Share of queries that carry an instruction, so that one does not disturb the model.
 
+    > Parameters that control language modelling beside the contrast (see the recipe for why)
+
+    Args:
+        language_rate (`float`, *optional*, defaults to 0.0): Language-model sub-batches per step, at most 1.
+        language_documents (`int`, *optional*, defaults to 12): Documents of each kind in one.
+        language_weight (`float`, *optional*, defaults to 0.5): Weight of the language-model loss.
+
     > Parameters that control the losses
 
     Args:
@@ -55,6 +62,10 @@ class ContrastiveConfig(PackedTrainingConfig):
     edit_chunk: int = field(default=5, metadata={"help": "People per edit sub-batch."})
     instruction_share: float = field(default=0.05, metadata={"help": "Share of queries with an instruction."})
 
+    language_rate: float = field(default=0.0, metadata={"help": "Language-model sub-batches per step, at most 1."})
+    language_documents: int = field(default=12, metadata={"help": "Documents of each kind in a language sub-batch."})
+    language_weight: float = field(default=0.5, metadata={"help": "Weight of the language-model loss."})
+
     emoji_weight: float = field(default=2.0, metadata={"help": "Weight of the emoji loss."})
     icon_weight: float = field(default=1.0, metadata={"help": "Weight of the icon loss."})
     translation_weight: float = field(default=1.0, metadata={"help": "Weight of the translation loss."})
@@ -73,5 +84,6 @@ class ContrastiveConfig(PackedTrainingConfig):
         for name in ("emoji", "icon", "translation", "gloss", "article", "strip", "motion", "edit"):
             if getattr(self, f"{name}_chunk") < 1:
                 raise ValueError(f"{name}_chunk={getattr(self, f'{name}_chunk')}: a sub-batch holds at least 1 thing")
-        if not 0.0 <= self.instruction_share <= 1.0:
-            raise ValueError(f"instruction_share={self.instruction_share}: use a value in [0, 1]")
+        for name in ("instruction_share", "language_rate"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}={getattr(self, name)}: use a value in [0, 1]")

@@ -19,8 +19,16 @@ from modeling_moemb import MoEMBModel
 from .contrastive_config import ContrastiveConfig
 from .contrastive_validation import ValidationSet
 from .data import BatchEncoder, PictureShape
+from .documents import DocumentSource, language_batch
 from .errors import MoEMBError
-from .losses import contrastive_loss, distillation_loss, expert_load, load_balancing_loss, router_z_loss
+from .losses import (
+    contrastive_loss,
+    distillation_loss,
+    expert_load,
+    load_balancing_loss,
+    next_token_loss,
+    router_z_loss,
+)
 from .mixture import Group, Mixture
 from .packed_trainer import PackedTrainer
 from .sources import (
@@ -32,9 +40,10 @@ from .sources import (
     TextPairSource,
     TranslationSource,
 )
-from .tokenizer import load_tokenizer
+from .tokenizer import EMB, load_tokenizer
 
 
+LANGUAGE_KINDS = ("emoji", "translation", "gloss", "strip")
 INSTRUCTIONS = (
     "Represent the user's input.",
     "Represent this query for retrieval.",
@@ -101,6 +110,7 @@ class ContrastiveTrainer(PackedTrainer):
         self.text_index, self.text_vectors = _teacher(corpus.text_teacher())
         self.image_index, self.image_vectors = _teacher(corpus.vision_teacher())
         self.mixture = build_mixture(args, corpus, self.text_index, self.image_index)
+        self.documents = DocumentSource(corpus) if args.language_rate else None
         self.validation = ValidationSet(corpus, BatchEncoder(tokenizer, shape), seed=args.seed)
         hidden_size = model.config.text_config.hidden_size
         torch.manual_seed(args.seed)
@@ -122,7 +132,17 @@ class ContrastiveTrainer(PackedTrainer):
                 [t for g in groups for t in g.image_targets], self.image_index, self.image_vectors
             ),
         }
-        return {"inputs": self.encoder(samples), "groups": groups, "targets": targets}
+        batch = {"inputs": self.encoder(samples), "groups": groups, "targets": targets}
+        rate = self.args.language_rate
+        if int((step + 1) * rate) > int(step * rate):
+            batch["language"] = self._language_batch(rng)
+        return batch
+
+    def _language_batch(self, rng: np.random.Generator) -> dict:
+        """Documents to model beside the contrast; each ends with `<emb>`, which the pooling of this model asks for."""
+        count = self.args.language_documents
+        samples = [sample for kind in LANGUAGE_KINDS for sample in self.documents.documents(kind, count, rng)]
+        return language_batch(self.encoder, samples, EMB)
 
     def _instruct(self, group: Group, rng: np.random.Generator) -> list:
         """The group's samples, a few of its queries with an instruction."""
@@ -188,7 +208,15 @@ class ContrastiveTrainer(PackedTrainer):
                 self.record(**{f"{name}_teacher_loss": loss.item()})
                 total = total + weight * loss
         total = total + self._router_loss(router_logits)
+        if "language" in inputs:
+            total = total + self._language_loss(model, inputs["language"])
         return (total, vectors) if return_outputs else total
+
+    def _language_loss(self, model, batch: dict) -> torch.Tensor:
+        output = model(**batch["inputs"], packed_hidden=True, output_router_logits=True)
+        loss = next_token_loss(output.last_hidden_state, model.get_input_embeddings().weight, batch["labels"])
+        self.record(language_loss=loss.item())
+        return self.args.language_weight * loss + self._router_loss(output.router_logits)
 
     def _router_loss(self, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
         # The last block has logits of the pooled rows alone; they are balanced like the others.

@@ -13,10 +13,34 @@ What a document looks like (`[..]` is a picture):
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from .corpus_render import MOTIONS, motion_clip
-from .data import Part, Sample
+from .data import BatchEncoder, Part, Sample
 from .sources import CorpusSource, join_tags
+
+
+def language_batch(encoder: BatchEncoder, samples: list[Sample], final_token: str) -> dict:
+    """Model inputs of documents, and the next token of each position.
+
+    Args:
+        encoder ([`BatchEncoder`]): Encodes the documents.
+        samples (`list[Sample]`): The documents.
+        final_token (`str`): Token that closes a document; `<emb>` itself is never a label.
+
+    Returns:
+        `dict`: `inputs` of the model, and `labels` int64 `[N]` over the packed positions, -100 where the next token is
+        of a picture, of another document or of the filler.
+    """
+    inputs = encoder(samples, final_token=final_token)
+    ids, bounds = inputs["input_ids"][0], inputs["cu_seq_lens_q"].long()
+    labels = torch.full_like(ids, -100)
+    labels[:-1] = ids[1:]
+    silent = [encoder.vision_start_id, encoder.vision_end_id, encoder.image_id, encoder.video_id, encoder.emb_id]
+    labels[torch.isin(labels, torch.tensor(silent))] = -100
+    labels[bounds[1:] - 1] = -100
+    labels[bounds[len(samples)] :] = -100  # the filler rows
+    return {"inputs": inputs, "labels": labels}
 
 
 class DocumentSource(CorpusSource):

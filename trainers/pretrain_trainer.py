@@ -12,7 +12,7 @@ import torch
 from modeling_moemb import MoEMBConfig, MoEMBModel
 
 from .data import BatchEncoder, PictureShape, Sample
-from .documents import DocumentSource
+from .documents import DocumentSource, language_batch
 from .losses import expert_load, load_balancing_loss, next_token_loss, router_z_loss
 from .packed_trainer import PackedTrainer
 from .pretrain_config import PretrainConfig
@@ -110,9 +110,6 @@ class PretrainTrainer(PackedTrainer):
         vision = model.config.vision_config
         shape = PictureShape(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
         self.encoder = BatchEncoder(tokenizer, shape, token_multiple=256)
-        self._no_label = torch.tensor(
-            tokenizer.convert_tokens_to_ids([VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD, EMB])
-        )
         self._validation: dict | None = None
         super().__init__(model, args, tokenizer)
 
@@ -124,16 +121,8 @@ class PretrainTrainer(PackedTrainer):
         return self.encode(samples)
 
     def encode(self, samples: list[Sample]) -> dict:
-        """Model inputs and `labels` int64 `[N]`: the next token of each packed position, -100 at pictures and ends."""
-        inputs = self.encoder(samples, final_token=PAD)
-        ids = inputs["input_ids"][0]
-        labels = torch.full_like(ids, -100)
-        labels[:-1] = ids[1:]
-        labels[torch.isin(labels, self._no_label)] = -100
-        bounds = inputs["cu_seq_lens_q"].long()
-        labels[bounds[1:] - 1] = -100
-        labels[bounds[len(samples)] :] = -100  # the filler rows
-        return {"inputs": inputs, "labels": labels}
+        """See [`language_batch`]; a document ends with `<|endoftext|>`."""
+        return language_batch(self.encoder, samples, PAD)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(**inputs["inputs"], packed_hidden=True, output_router_logits=True)

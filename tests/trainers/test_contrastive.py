@@ -100,6 +100,20 @@ def test_training_lowers_the_loss(tmp_path, fake_corpus, pretrained):
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
+def test_language_modelling_beside_the_contrast(tmp_path, fake_corpus, pretrained):
+    settings = {"language_rate": 0.5, "language_documents": 2, "max_steps": 2, "eval_strategy": "no"}
+    trainer = build_trainer(config(tmp_path, pretrained, **settings), fake_corpus)
+    assert ["language" in trainer.build_batch(step) for step in range(4)] == [False, True, False, True]
+    batch = trainer.build_batch(1)["language"]
+    ids, bounds = batch["inputs"]["input_ids"][0], batch["inputs"]["cu_seq_lens_q"].long()
+    assert (ids[bounds[1:] - 1] == trainer.encoder.emb_id).all()
+    kept = batch["labels"] != -100
+    assert torch.equal(batch["labels"][kept], ids[kept.nonzero().squeeze(1) + 1])
+    assert not (batch["labels"] == trainer.encoder.emb_id).any()
+    trainer.train()
+    assert trainer.state.log_history[1]["language_loss"] == pytest.approx(5.8, abs=0.5)  # ln 320
+
+
 def test_teacher_targets_point_at_the_right_vectors(tmp_path, fake_corpus, pretrained):
     trainer = build_trainer(config(tmp_path, pretrained), fake_corpus)
     groups = trainer.mixture.groups(0)
@@ -144,7 +158,7 @@ def test_init_from_is_needed(tmp_path, fake_corpus):
         build_trainer(ContrastiveConfig(output_dir=str(tmp_path), **SETTINGS), fake_corpus)
 
 
-@pytest.mark.parametrize(("key", "value"), [("emoji_chunk", 0), ("instruction_share", 1.5)])
+@pytest.mark.parametrize(("key", "value"), [("emoji_chunk", 0), ("instruction_share", 1.5), ("language_rate", 2.0)])
 def test_settings_that_cannot_work_are_named(tmp_path, key, value):
     with pytest.raises(ValueError, match=key):
         config(tmp_path, "x", **{key: value})

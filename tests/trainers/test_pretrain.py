@@ -123,7 +123,9 @@ def test_labels_are_the_next_text_tokens(tmp_path, fake_corpus):
     kept = labels != -100
     positions = kept.nonzero().squeeze(1)
     assert torch.equal(labels[kept], ids[positions + 1])
-    assert not torch.isin(labels[kept], trainer._no_label).any()
+    encoder = trainer.encoder
+    silent = [encoder.image_id, encoder.video_id, encoder.vision_start_id, encoder.vision_end_id, encoder.emb_id]
+    assert not torch.isin(labels[kept], torch.tensor(silent)).any()
     assert (labels[bounds[1:] - 1] == -100).all()
     assert len(ids) % 256 == 0
     first = slice(int(bounds[0]), int(bounds[1]))
