@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+
 from moemb.trainers.data import FILLER_ROWS, BatchEncoder, Sample, augment, clip_timestamps
 from moemb.trainers.repository import mini_processor
 from moemb.trainers.tokenizer import PAD

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from moemb.trainers.data import Sample
 from moemb.trainers.mixture import Contrast, Group, Mixture, MixtureError
 
@@ -11,7 +12,9 @@ class Numbers:
     def draw(self, indices, rng):
         samples = [Sample((str(index),)) for index in indices]
         keys = [int(index) for index in indices]
-        return Group(self.name, samples, keys, [Contrast([0], [0])], text_targets=[str(rng.integers(1000))] * len(keys))
+        return Group(
+            self.name, samples, keys, [Contrast([0], [0])], text_targets=[str(rng.integers(1000))] * len(keys)
+        )
 
 
 def trace(mixture, steps):

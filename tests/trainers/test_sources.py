@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from moemb.trainers.corpus_render import MOTIONS
 from moemb.trainers.sources import (
     EmojiSource,
@@ -10,6 +11,7 @@ from moemb.trainers.sources import (
     TextPairSource,
     TranslationSource,
 )
+
 
 ALL = {
     "emoji": (EmojiSource, {}),
