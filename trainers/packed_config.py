@@ -57,8 +57,11 @@ class PackedTrainingConfig(TrainingArguments):
         super().__post_init__()
         if self.weights_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"weights_dtype={self.weights_dtype!r}: use 'bfloat16' or 'float32'")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps={self.max_steps}: the length of a run is counted in steps, at least 1")
+        if self.max_steps < 0:
+            raise ValueError(
+                f"max_steps={self.max_steps}: the length of a run is counted in steps; 0 only writes the weights it "
+                "would start from"
+            )
         if not 0.0 <= self.ema_decay < 1.0:
             raise ValueError(f"ema_decay={self.ema_decay}: use a value in [0, 1)")
         if self.fp16 or self.bf16:

@@ -61,10 +61,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     trainer = build_trainer(config, load_corpus(config.corpus))
     record_command(config.output_dir, ["moemb", "train", "--config", args.config, *args.overrides])
-    checkpoint = newest_checkpoint(config.output_dir) if config.continue_run else None
-    if checkpoint is not None:
-        print(f"going on from {checkpoint}", file=sys.stderr)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if config.max_steps:
+        checkpoint = newest_checkpoint(config.output_dir) if config.continue_run else None
+        if checkpoint is not None:
+            print(f"going on from {checkpoint}", file=sys.stderr)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     print(f"weights: {trainer.export_final()}", file=sys.stderr)
     return 0
 

@@ -144,7 +144,7 @@ def test_init_from_takes_weights_and_tokenizer(finished, tmp_path, fake_corpus):
     [
         ({"mrope_section": [4, 4, 4]}, "mrope_section"),
         ({"weights_dtype": "float16"}, "weights_dtype"),
-        ({"max_steps": 0}, "max_steps"),
+        ({"max_steps": -1}, "max_steps"),
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
         ({"per_device_train_batch_size": 8}, "per_device_train_batch_size"),

@@ -56,6 +56,17 @@ def check_publishing(tmp_path, recipe):
     assert (repository / "modules.json").is_file() and (repository / "model.safetensors").is_file()
 
 
+def test_no_steps_write_the_untrained_model(tmp_path, fake_corpus, monkeypatch):
+    monkeypatch.setattr("moemb.trainers.corpus.load_corpus", lambda path: fake_corpus)
+    runs = []
+    for name in ("a", "b"):
+        recipe = write(tmp_path / f"{name}.yaml", method="pretrain", output_dir=tmp_path / name, **TINY)
+        assert main(["train", "--config", recipe, "--max_steps", "0"]) == 0
+        final = tmp_path / name / "final"
+        runs.append([(final / file).read_bytes() for file in ("model.safetensors", "tokenizer.json", "config.json")])
+    assert runs[0] == runs[1]
+
+
 def test_publishing_a_run_without_evaluation_is_an_error(tmp_path, capsys):
     recipe = write(tmp_path / "c.yaml", method="contrastive", output_dir=tmp_path / "c", init_from="x", **SETTINGS)
     assert main(["train", "--config", recipe, "--publish", str(tmp_path / "t")]) == 1
