@@ -6,6 +6,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# the models here are tiny: a second thread only waits, and beside other processes it waits long
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
