@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .media_moemb import MediaError, kind_of_bytes, media_kind_of_string
+from .media_moemb import MediaError, kind_of_bytes, media_kind_of_string, read_file_object
 
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ def as_batch(inputs: Any) -> tuple[list[Any], bool]:
     single = (str, bytes, bytearray, memoryview, dict, os.PathLike, Image.Image, np.ndarray, torch.Tensor)
     if isinstance(inputs, single) or hasattr(inputs, "read") or hasattr(inputs, "get_frames_at"):
         return [inputs], True
+    if hasattr(inputs, "columns") and hasattr(inputs, "iloc"):
+        raise ItemError('the items are a data frame: pass one of its columns, such as frame["text"]')
     if hasattr(inputs, "__iter__"):
         return list(inputs), False
     return [inputs], True
@@ -172,18 +174,16 @@ def _bare_part(value: Any) -> Part:
     if hasattr(value, "get_frames_at"):
         return Part("video", value)
     if hasattr(value, "read"):
-        if hasattr(value, "seek"):
-            value.seek(0)
-        data = value.read()
-        if isinstance(data, bytes):
-            return Part(kind_of_bytes(data), data)
-        raise ItemError("it is a file opened as text: pass its content, or open media with mode 'rb'")
+        data = read_file_object(value)
+        return Part(kind_of_bytes(data), data)
     raise ItemError(f"it is a {type(value).__name__}; pass {_EXPECTED}")
 
 
 def _kind_of_path(path: os.PathLike | str) -> str:
     """What an explicit path holds: its extension says so, else its content."""
     name = os.fsdecode(path)
+    if os.path.exists(name) and not os.path.isfile(name):
+        raise ItemError(f"the file {name!r} cannot be opened: it is a folder, a pipe or a device")
     try:
         with open(name, "rb") as file:
             return media_kind_of_string(name) or kind_of_bytes(file.read())
@@ -298,6 +298,8 @@ def _content_part(part: Any) -> Part:
     name = next((name for name in names if part.get(name) is not None), None)
     if name is None:
         raise ItemError(f"a message part of type {kind!r} lacks its {kind!r}")
+    if others := sorted(key for key in part if _KEYS.get(key, kind) != kind and part[key] is not None):
+        raise ItemError(f"a message part of type {kind!r} has {others} besides: make a part of its own of each")
     value = part[name]
     if isinstance(value, dict) and "url" in value:
         value = value["url"]

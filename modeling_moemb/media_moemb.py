@@ -29,6 +29,8 @@ REMOTE_MAX_BYTES = 256 * 2**20
 
 # Pillow draws these by running a program or a system library: nothing for files that others sent.
 _REFUSED_FORMATS = ("EPS", "WMF")
+# What rounding to 8 bits hides in floats from 0 to 1.
+_HALF_LEVEL = 0.5 / 255
 _DATA_URL = re.compile(r"data:(image|video)/[\w.+-]+(?:;[\w=.+-]+)*;base64,[A-Za-z0-9+/=_\s-]+", re.IGNORECASE)
 _HTTP = ("http://", "https://")
 
@@ -97,13 +99,21 @@ def read_source(value: Any, kind: str, allow_remote: bool = False) -> bytes | Pa
     if isinstance(value, str):
         return _read_string(value, kind, allow_remote)
     if hasattr(value, "read") and not isinstance(value, Image.Image):
-        if hasattr(value, "seek"):
-            value.seek(0)
-        data = value.read()
-        if not isinstance(data, bytes):
-            raise MediaError(f"the file object {value!r} gives text, not bytes: open it with mode 'rb'")
-        return data
+        return read_file_object(value)
     return None
+
+
+def read_file_object(file: Any) -> bytes:
+    """Reads an open file from its start, or a pipe from where it is."""
+    try:
+        if hasattr(file, "seek") and (not hasattr(file, "seekable") or file.seekable()):
+            file.seek(0)
+        data = file.read()
+    except (OSError, ValueError) as error:
+        raise MediaError(f"the file object {file!r} cannot be read: {error}") from error
+    if not isinstance(data, bytes):
+        raise MediaError(f"the file object {file!r} gives text, not bytes: open it with mode 'rb'")
+    return data
 
 
 def _read_string(value: str, kind: str, allow_remote: bool) -> bytes | Path:
@@ -111,14 +121,23 @@ def _read_string(value: str, kind: str, allow_remote: bool) -> bytes | Path:
         return _read_data_url(value)
     if value.lower().startswith(_HTTP):
         if not allow_remote:
-            raise MediaError(
-                f"{_short(value)} is a remote {kind}, and nothing is fetched unless you allow it: set "
-                "`processor.allow_remote_media = True`, or download the file and pass its path"
-            )
+            refuse_remote(value, kind)
         return _fetch(value)
     if value.lower().startswith("file://"):
         value = urllib.request.url2pathname(urllib.parse.urlparse(value).path)
     return _existing(Path(value), kind)
+
+
+def refuse_remote(value: Any, kind: str = "file") -> None:
+    """Raises [`MediaError`] for an http(s) URL, or a list with one in it at any depth."""
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            refuse_remote(one, kind)
+    elif isinstance(value, str) and value.lower().startswith(_HTTP):
+        raise MediaError(
+            f"{_short(value)} is a remote {kind}, and nothing is fetched unless you allow it: set "
+            "`processor.allow_remote_media = True`, or download the file and pass its path"
+        )
 
 
 def _existing(path: Path, kind: str) -> Path:
@@ -223,10 +242,7 @@ def pil_to_rgb(image: Image.Image, background: tuple[int, int, int] = BACKGROUND
     Raises:
         MediaError: the image is empty, cut off, or of a mode without a defined look.
     """
-    if image.format in _REFUSED_FORMATS:
-        raise MediaError(
-            f"{image.format} images are not read, since drawing them runs other programs: convert it to PNG"
-        )
+    refuse_drawn_by_programs(image)
     try:
         image.load()
         image = ImageOps.exif_transpose(image)
@@ -245,6 +261,14 @@ def pil_to_rgb(image: Image.Image, background: tuple[int, int, int] = BACKGROUND
         return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except ValueError as error:
         raise MediaError(f"images of mode {image.mode} cannot be shown as RGB: {error}") from error
+
+
+def refuse_drawn_by_programs(image: Image.Image) -> None:
+    """Raises [`MediaError`] for an opened image that Pillow would have another program draw. Call it before `load`."""
+    if image.format in _REFUSED_FORMATS:
+        raise MediaError(
+            f"{image.format} images are not read, since drawing them runs other programs: convert it to PNG"
+        )
 
 
 def _to_rgba(image: Image.Image) -> Image.Image:
@@ -288,7 +312,7 @@ def array_to_rgb(
         values (`np.ndarray` or `torch.Tensor`):
             `[H, W]`, `[H, W, C]` or `[C, H, W]` with C from 1 to 4 (grey, grey and alpha, RGB, RGBA). With `frames`,
             one more leading dimension. bool is black and white; uint16 spans 0 to 65535; other integers 0 to 255;
-            floats 0 to 1, or 0 to 255 when one of them is above 1.
+            floats 0 to 1, or 0 to 255 when one of them is 2 or more. Half a level beyond 0 to 1 is rounding.
         background (`tuple[int, int, int]`, *optional*, defaults to white):
             Colour behind transparent pixels.
         frames (`bool`, *optional*, defaults to `False`):
@@ -334,14 +358,20 @@ def _to_uint8(values: np.ndarray, what: str) -> np.ndarray:
     if not np.isfinite(values).all():
         raise MediaError(f"the {what} has NaN or infinite pixels: repair or drop it")
     low, high = values.min(), values.max()
+    if np.issubdtype(values.dtype, np.floating):
+        if low >= -_HALF_LEVEL and high <= 1 + _HALF_LEVEL:
+            return np.rint(values.clip(0, 1) * 255.0).astype(np.uint8)
+        if low >= 0 and 1 < high < 2:
+            raise MediaError(
+                f"the {what} has floats up to {high}: either 0 to 1 with some beyond (clip them), or 0 to 255 and all "
+                "but black (convert it to uint8)"
+            )
     if low < 0 or high > 255:
         raise MediaError(
             f"the {what} has {values.dtype} values from {low} to {high}: they must lie in 0 to 255, or 0 to 1 as "
             "floats; undo the normalisation, or convert it to uint8"
         )
-    if np.issubdtype(values.dtype, np.floating):
-        return np.rint(values * (255.0 if high <= 1 else 1.0)).astype(np.uint8)
-    return values.astype(np.uint8)
+    return (np.rint(values) if np.issubdtype(values.dtype, np.floating) else values).astype(np.uint8)
 
 
 def _short(text: str, limit: int = 80) -> str:

@@ -10,7 +10,7 @@ from transformers import BatchFeature
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from .items_moemb import CANONICAL_ORDER, ItemError, Part, Turn, as_batch, clean_text, parse_item
-from .media_moemb import BACKGROUND, MediaError, load_image
+from .media_moemb import BACKGROUND, MediaError, load_image, refuse_remote
 from .patches_moemb import PatchCutter, patchify, pixel_bounds
 from .template_moemb import EMB_TOKEN, ItemTemplate
 from .video_moemb import FrameSampling, VideoClip, load_video
@@ -145,11 +145,18 @@ class MoEMBProcessor(Qwen3VLProcessor):
         if inputs is None and (text is not None or images is not None or videos is not None):
             if max_length is not None:
                 kwargs["max_length"] = max_length
+            if not self._allow_remote_media:
+                refuse_remote([images, videos])
             return super().__call__(images=images, text=text, videos=videos, **kwargs)
         if text is not None or images is not None or videos is not None:
             raise ValueError("pass either items, or the stock arguments text, images and videos, not both")
         if unknown := sorted(set(kwargs) - {"return_tensors", "padding", "return_dict"}):
             raise ValueError(f"unknown arguments {unknown} for items")
+        for name, value in zip(
+            ("min_pixels", "max_pixels", "num_frames", "fps"), (min_pixels, max_pixels, num_frames, fps)
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}")
         items, _ = as_batch(inputs)
         if not items:
             raise ValueError("there are no items: the list is empty")
@@ -166,6 +173,8 @@ class MoEMBProcessor(Qwen3VLProcessor):
                 layouts.append(self._lay_out(turns, cutter, sampling, pictures, clips))
             except (ItemError, MediaError) as error:
                 raise ItemError(f"item {index}: {error}") from error
+            except Exception as error:
+                raise ItemError(f"item {index}: it cannot be read: {type(error).__name__}: {error}") from error
         limit = max_length if max_length is not None else self.tokenizer.model_max_length
         limit = None if limit is None or limit > 10**9 else int(limit)
         features = self._pad(self.template.tokenize(layouts, limit, indices))
@@ -182,7 +191,7 @@ class MoEMBProcessor(Qwen3VLProcessor):
         With `tokenize=True` and the repository's own template this is `processor(conversation)`: special tokens in
         texts stay text, and nothing is fetched unless allowed. Otherwise it is the stock method.
         """
-        if not kwargs.get("tokenize") or chat_template is not None:
+        if not kwargs.get("tokenize") or chat_template not in (None, self.chat_template):
             return super().apply_chat_template(conversation, chat_template, **kwargs)
         text_kwargs = (kwargs.get("processor_kwargs") or {}).get("text_kwargs") or {}
         batch = [conversation] if conversation and isinstance(conversation[0], dict) else conversation

@@ -147,8 +147,17 @@ class SentenceTransformer(sentence_transformers.SentenceTransformer):
         return self[0].preprocess(inputs, prompt=prompt, **kwargs)
 
     def save(self, path: str, *args: Any, **kwargs: Any) -> None:
+        self._record_prompts()
         super().save(path, *args, **kwargs)
         complete_saved_code(Path(path))
+
+    def _record_prompts(self) -> None:
+        """Tells the processor of prompts that were changed here, so that both routes keep giving the same vector."""
+        for module in self.modules():
+            if isinstance(module, MoEMBTransformer):
+                processor = module.processor
+                processor.embedding |= {"prompts": dict(self.prompts), "default_prompt_name": self.default_prompt_name}
+                module.model.config.embedding = processor.conventions()
 
     @staticmethod
     def _input_length(sample: Any) -> int:
@@ -183,7 +192,7 @@ class SentenceTransformer(sentence_transformers.SentenceTransformer):
         call = inspect.signature(sentence_transformers.SentenceTransformer.encode).bind(self, [], *args, **kwargs)
         precision = call.arguments.get("precision") or "float32"
         columns = min(self._full_dimension(), call.arguments.get("truncate_dim") or self.truncate_dim or 2**31)
-        columns = columns // 8 if precision.endswith("binary") else columns
+        columns = -(-columns // 8) if precision.endswith("binary") else columns
         dtype = {"binary": "int8", "ubinary": "uint8"}.get(precision, precision)
         if isinstance(empty, np.ndarray):
             return np.zeros((0, columns), dtype=dtype)

@@ -19,6 +19,7 @@ from .items_moemb import ItemError, Turn
 
 EMB_TOKEN = "<emb>"
 _OPEN, _CLOSE = "\ue000", "\ue001"
+_MARK = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 
 
 @dataclass
@@ -63,7 +64,9 @@ class ItemTemplate:
         self.emb_id = names[EMB_TOKEN]
         self.media_ids = {kind: names[token] for kind, token in media_tokens.items()}
         self._ids = names
-        self._plain = _without_specials(tokenizer, {*media_tokens.values(), EMB_TOKEN})
+        marks = {token for token in names if _MARK.fullmatch(token) and token in chat_template}
+        structural = {*media_tokens.values(), EMB_TOKEN, *marks}
+        self._plain = _without_specials(tokenizer, structural)
         longest_first = sorted(names, key=len, reverse=True)
         self._cutter = re.compile("|".join([*map(re.escape, longest_first), f"{_OPEN}\\d+{_CLOSE}"]))
         self._skeletons: dict[tuple, list] = {}

@@ -9,13 +9,28 @@ import numpy as np
 import torch
 from PIL import Image, ImageSequence
 
-from .media_moemb import BACKGROUND, MediaError, array_to_rgb, kind_of_bytes, load_image, pil_to_rgb, read_source
+from .media_moemb import (
+    BACKGROUND,
+    MediaError,
+    array_to_rgb,
+    kind_of_bytes,
+    load_image,
+    pil_to_rgb,
+    read_source,
+    refuse_drawn_by_programs,
+)
 
 
 try:
     import av
 except ImportError:
     av = None
+
+
+# Containers that hold their frames themselves. FFmpeg also reads playlists and session descriptions (HLS, concat,
+# SDP), which would have it open other files and network connections for whoever wrote them.
+_CONTAINERS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,ogg,nut,mxf,ivf,obu,h264,hevc,m4v,mjpeg,wav,mp3,flac,aac"
+_OPEN_OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
 
 
 @dataclass(frozen=True)
@@ -89,11 +104,10 @@ def load_video(
 
     Args:
         value:
-            Frames as an array or tensor (`[T, H, W, C]` or `[T, C, H, W]`); a list of pictures of one size; a mapping
-            with `frames` (or `array`) and optionally `fps` (or `video_metadata`, a mapping with `fps`); an animated
-            GIF,
-            WebP or APNG; a video file as a path, bytes, file object, data URL or, when allowed, http(s) URL; or a
-            decoder of torchcodec.
+            Frames as an array or tensor (`[T, H, W, C]`, `[T, C, H, W]`, or grey `[T, H, W]`); a list of pictures of
+            one size; a mapping with `frames` (or `array`) and optionally `fps` (or `video_metadata`, a mapping with
+            `fps`); an animated GIF, WebP or APNG; a video file as a path, bytes, file object, data URL or, when
+            allowed, http(s) URL; or a decoder of torchcodec.
         sampling (`FrameSampling`):
             Which frames to take.
         allow_remote (`bool`, *optional*, defaults to `False`):
@@ -117,6 +131,10 @@ def load_video(
         if value.ndim not in (3, 4) or value.shape[0] == 0:
             raise MediaError(
                 f"an array of shape {tuple(value.shape)} is no video: it must be [T, H, W, 3] with T >= 1"
+            )
+        if value.ndim == 3 and value.shape[-1] <= 4:
+            raise MediaError(
+                f"an array of shape {tuple(value.shape)} is a picture: a video of one frame is array[None]"
             )
         chosen = sampling.indices(len(value), rate)
         frames = array_to_rgb(value[chosen], background, frames=True)
@@ -169,6 +187,7 @@ def _stack(frames: list[np.ndarray]) -> np.ndarray:
 
 def _animation(image: Image.Image, sampling: FrameSampling, background) -> VideoClip:
     """Frames of an animated picture, each shown for as long as the file says; a still picture is a one-frame video."""
+    refuse_drawn_by_programs(image)
     try:
         # An APNG may carry a still image for viewers that cannot animate; it is no frame of the animation.
         first = 1 if getattr(image, "default_image", False) and getattr(image, "n_frames", 1) > 1 else 0
@@ -224,7 +243,7 @@ def _file(source: bytes | Path, sampling: FrameSampling) -> VideoClip:
 
 def _decode(file: Any, sampling: FrameSampling) -> tuple[np.ndarray, np.ndarray]:
     """Two passes: count frames and their times without converting pixels, then convert only the frames to keep."""
-    with av.open(file) as container:
+    with av.open(file, options=_OPEN_OPTIONS) as container:
         if not container.streams.video:
             raise MediaError("it has no video stream")
         times = _frame_times(container)
@@ -236,7 +255,7 @@ def _decode(file: Any, sampling: FrameSampling) -> tuple[np.ndarray, np.ndarray]
     wanted, frames = set(chosen.tolist()), []
     if hasattr(file, "seek"):
         file.seek(0)
-    with av.open(file) as container:
+    with av.open(file, options=_OPEN_OPTIONS) as container:
         for number, frame in enumerate(_decoded(container)):
             if number in wanted:
                 frames.append(_upright(frame))

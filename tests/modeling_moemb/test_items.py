@@ -1,6 +1,8 @@
 import base64
 import io
 import logging
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -151,8 +153,12 @@ class TestItems:
         with pytest.raises(ItemError, match="item 0: .*does not exist"):
             lean([{"image": "missing.png"}])
         chat = [{"role": "user", "content": [{"type": "image", "url": texts[0]}]}]
-        with pytest.raises(ItemError, match="allow_remote_media"):
-            lean.apply_chat_template([chat], tokenize=True, return_dict=True)
+        for template in (None, lean.chat_template, lean.chat_template + "{# another #}"):
+            with pytest.raises(ValueError, match="allow_remote_media"):
+                lean.apply_chat_template([chat], template, tokenize=True, return_dict=True)
+        for stock in ({"images": [[texts[0]]]}, {"videos": texts[1]}):
+            with pytest.raises(ValueError, match="allow_remote_media"):
+                lean(text=["a"], **stock)
 
     def test_blank_and_odd_texts(self, lean, caplog):
         for text in ("", " ", "\n\t", "\u200b", "\0", "\ufeff"):
@@ -189,6 +195,9 @@ class TestItems:
             ([{"role": "user", "content": [{"type": "audio"}]}], "type 'audio'"),
             ([{"role": "user", "content": [{"type": "image"}]}], "lacks its 'image'"),
             ({"role": "user", "content": "a", "tools": 1}, r"unknown keys \['tools'\]"),
+            ([{"type": "image", "image": picture(), "text": "lost"}], r"type 'image' has \['text'\] besides"),
+            ({"path": "/dev/null"}, "a folder, a pipe or a device"),
+            (torch.empty(3, 8, 8, device="meta"), "NotImplementedError"),
         ],
         ids=str,
     )
@@ -212,7 +221,26 @@ class TestItems:
         assert lean(np.array(["one", None], dtype=object)[:1])["input_ids"].shape[0] == 1
         with pytest.raises(ValueError, match="no items"):
             lean([])
+        frame = type("DataFrame", (), {"columns": ["text"], "iloc": None, "__iter__": lambda self: iter(self.columns)})
+        with pytest.raises(ItemError, match="data frame"):
+            lean(frame())
+
+    def test_parts_of_one_schema(self, lean):
+        """The datasets library gives every part every key, with None where there is nothing."""
+        parts = [{"type": "image", "image": picture(), "text": None}, {"type": "text", "image": None, "text": "a"}]
+        assert_same(lean([parts]), lean([[picture(), "a"]]))
+
+    def test_pipe(self, lean):
+        buffer = io.BytesIO()
+        Image.fromarray(picture()).save(buffer, "PNG")
+        reader, writer = os.pipe()
+        threading.Thread(target=lambda: (os.write(writer, buffer.getvalue()), os.close(writer))).start()
+        with open(reader, "rb") as file:
+            assert_same(lean([file]), lean([picture()]))
 
     def test_unknown_arguments(self, lean):
         with pytest.raises(ValueError, match="unknown arguments"):
             lean(["a"], maxlength=3)
+        for name in ("min_pixels", "max_pixels", "num_frames", "fps"):
+            with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+                lean(["a"], **{name: 0})

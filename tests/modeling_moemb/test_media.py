@@ -48,6 +48,12 @@ UPRIGHT = {
 }
 
 
+def closed_file() -> io.BytesIO:
+    file = io.BytesIO(b"data")
+    file.close()
+    return file
+
+
 class TestOrientation:
     @pytest.mark.parametrize("orientation", range(1, 9))
     @pytest.mark.parametrize("fmt", ["PNG", "WEBP", "TIFF"])
@@ -174,6 +180,7 @@ class TestArrays:
             (np.full((4, 4, 3), np.nan), "NaN"),
             (np.full((4, 4, 3), np.inf), "infinite"),
             (np.full((4, 4, 3), -1.0), "0 to 255"),
+            (np.linspace(0, 1.02, 48).reshape(4, 4, 3), "either 0 to 1 with some beyond"),
             (np.full((4, 4, 3), 256), "0 to 255"),
             (np.zeros((0, 4, 3), np.uint8), "not empty"),
             (np.zeros((5, 6, 7), np.uint8), "1 to 4 colour channels"),
@@ -184,6 +191,11 @@ class TestArrays:
     def test_refused(self, value, message):
         with pytest.raises(MediaError, match=message):
             load_image(value)
+
+    def test_rounding_beyond_the_range_is_no_range(self):
+        values = np.array([[[0.0, 0.4, 1.0]]])
+        np.testing.assert_array_equal(load_image(values + 1e-6), load_image(values))
+        np.testing.assert_array_equal(load_image(values - 1e-6), load_image(values))
 
     def test_nan_tensor(self):
         with pytest.raises(MediaError, match="NaN"):
@@ -229,6 +241,7 @@ class TestSources:
             ("data:image/png;base64,!!!", "not valid base64"),
             ("data:image/png", "no comma"),
             (io.StringIO("text"), "mode 'rb'"),
+            (closed_file(), "closed file"),
             (object(), "is no image"),
             ("https://example.org/a.png", "allow_remote_media"),
         ],

@@ -209,22 +209,24 @@ class TestNeutralisedTokens:
         with pytest.raises(ItemError, match=r"item 0: a message has the role"):
             qwen([[{"role": "user<|im_end|>", "content": "a"}]])
 
-    def test_structural_token_that_is_not_special(self):
-        """A tokenizer may have `<emb>` as an ordinary added token; a text must not reach it all the same."""
+    @pytest.mark.parametrize("name", ["<emb>", "<|im_start|>"])
+    def test_structural_token_that_is_not_special(self, name):
+        """A tokenizer may have one as an ordinary added token; a text must not reach it all the same."""
         from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast
 
         processor = lean_processor()
         state = json.loads(processor.tokenizer.backend_tokenizer.to_str())
         for token in state["added_tokens"]:
-            token["special"] = token["special"] and token["content"] != "<emb>"
+            token["special"] = token["special"] and token["content"] != name
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer.from_str(json.dumps(state)), pad_token="<|endoftext|>"
         )
         processor = MoEMBProcessor(
-            processor.image_processor, tokenizer, processor.video_processor, chat_template=LEAN_TEMPLATE
+            processor.image_processor, tokenizer, processor.video_processor, chat_template=QWEN_TEMPLATE
         )
-        assert ids(processor, "a<emb>").count(tokenizer.convert_tokens_to_ids("<emb>")) == 1
+        token = tokenizer.convert_tokens_to_ids(name)
+        assert ids(processor, f"a{name}").count(token) == ids(processor, "a").count(token) > 0
 
 
 class TestTruncation:

@@ -116,6 +116,8 @@ class TestEncode:
         quantised = model.encode(some_items(), precision=precision)
         assert quantised.shape == (9, columns)
         assert quantised.dtype == {"binary": np.int8, "ubinary": np.uint8}.get(precision, precision)
+        few = model.encode(some_items(), precision=precision, truncate_dim=10)
+        assert model.encode([], precision=precision, truncate_dim=10).shape[1] == few.shape[1]
 
     def test_tensors(self, model, vectors):
         tensor = model.encode(some_items(), convert_to_tensor=True, device="cpu")

@@ -13,6 +13,7 @@ import sentence_transformers
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+from transformers import AutoProcessor
 
 from modeling_moemb.sentence_transformer_moemb import MoEMBTransformer
 
@@ -37,6 +38,18 @@ class TestLifecycle:
         assert first[0]["type"] == "sentence_transformer_moemb.MoEMBTransformer"
         assert first[0]["kwargs"] == ["adaptive_compute"]
         assert second["model_type"] == "SentenceTransformer" and "transformers" in second["requirements"]
+
+    def test_changed_prompts_are_saved_for_both_routes(self, repository, tmp_path):
+        model = SentenceTransformer(str(repository), trust_remote_code=True)
+        model.prompts = {"query": "new: ", "document": "old: "}
+        model.default_prompt_name = "document"
+        model.save_pretrained(str(tmp_path / "saved"))
+        processor = AutoProcessor.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+        loaded = SentenceTransformer(str(tmp_path / "saved"), trust_remote_code=True)
+        for name in ("query", None):
+            expected = loaded[0].preprocess(["a"], prompt=model.prompts[name or "document"])["input_ids"]
+            assert torch.equal(processor(["a"], prompt_name=name)["input_ids"], expected)
+        assert loaded[0].model.config.embedding == processor.conventions()
 
     def test_built_from_the_package(self, tiny_settings, tmp_path):
         """As a trainer builds it: modules from the package, saved, loaded by those who lack the package."""

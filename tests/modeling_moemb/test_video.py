@@ -1,10 +1,11 @@
 import io
+import time
 
 import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from modeling_moemb import video_moemb
 from modeling_moemb.media_moemb import MediaError
@@ -97,11 +98,26 @@ class TestFrames:
             ("https://example.org/a.mp4", "allow_remote_media"),
             (b"rubbish", "cannot be read"),
             (5, "is no video"),
+            (np.zeros((16, 16, 3), np.uint8), r"is a picture: .* array\[None\]"),
         ],
     )
     def test_refused(self, source, message):
         with pytest.raises(MediaError, match=message):
             load_video(source, ALL)
+
+    def test_grey_frames(self):
+        np.testing.assert_array_equal(load_video(levels(3)[..., 0], ALL).frames, levels(3))
+
+    def test_nothing_runs_to_draw_a_file(self, monkeypatch):
+        """Pillow would have Ghostscript draw an EPS file."""
+        drawn = []
+        monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **kwargs: drawn.append(args))
+        buffer = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(buffer, "EPS")
+        for source in (buffer.getvalue(), [buffer.getvalue()], Image.open(buffer)):
+            with pytest.raises(MediaError, match="runs other programs"):
+                load_video(source, ALL)
+        assert not drawn
 
 
 class TestFiles:
@@ -125,6 +141,21 @@ class TestFiles:
         clip = load_video(encode_video(levels(1)), FrameSampling())
         assert clip.frames.shape == (1, 16, 16, 3)
         assert clip.times.tolist() == [0]
+
+    def test_a_file_leads_nowhere_else(self, tmp_path, monkeypatch):
+        """FFmpeg's lists and session descriptions would open other files and sockets."""
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "other.mp4").write_bytes(encode_video(levels(2)))
+        address = "IN IP4 127.0.0.1"
+        media = "m=video 50000 RTP/AVP 96\r\na=rtpmap:96 H264/90000\r\n"
+        session = f"v=0\r\no=- 0 0 {address}\r\ns=x\r\nc={address}\r\nt=0 0\r\n{media}"
+        for content in (b"ffconcat version 1.0\nfile other.mp4\n", session.encode()):
+            (tmp_path / "list.mp4").write_bytes(content)
+            for source in (content, "list.mp4"):
+                start = time.monotonic()
+                with pytest.raises(MediaError, match="cannot be read"):
+                    load_video(source, ALL)
+                assert time.monotonic() - start < 5
 
     def test_cut_off_file(self):
         with pytest.raises(MediaError, match="cannot be read"):
