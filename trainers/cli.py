@@ -110,6 +110,19 @@ def _run_verb(verb: str, flags: list[str]) -> int:
         # The reader of our output left (for example `| head`): stop without a second error at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if os.environ.get("MOEMB_TRACEBACK"):
+            raise
+        print(f"moemb {verb}: error: {_describe(error)}", file=sys.stderr)
+        return 1
+
+
+def _describe(error: OSError) -> str:
+    """What the system refused and for which path, on one line."""
+    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+    if paths and error.strerror:
+        return f"{' -> '.join(paths)}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _refuse_unknown(parser: _Parser, words: list[str]) -> None:

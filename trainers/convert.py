@@ -6,7 +6,9 @@ checkpoint, so 35B and 122B models convert on a small machine with enough disk.
 
 import argparse
 import json
+import math
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,6 +28,7 @@ from .convert_safetensors import (
     PlannedTensor,
     StoredTensor,
     read_checkpoint,
+    read_json_mapping,
     whole,
     write_shard,
 )
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         plain=args.plain,
         emb_seed=args.emb_seed,
         revision=args.revision,
-        max_shard_bytes=int(args.max_shard_gb * 2**30),
+        max_shard_bytes=args.max_shard_gb * 2**30,
     )
     kind = "plain" if args.plain else "MoEMB"
     print(f"{kind} model repository written to {target}")
@@ -78,7 +81,7 @@ def convert_checkpoint(
     plain: bool = False,
     emb_seed: int = 0,
     revision: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
 ) -> Path:
     """Convert a `Qwen3_5MoeForConditionalGeneration` checkpoint, packed or one key per expert, sharded or not.
 
@@ -89,19 +92,24 @@ def convert_checkpoint(
         target (`str` or `Path`): the folder to create.
         plain (`bool`, *optional*, defaults to `False`): write the variant that stock stacks load without our code:
             `model_type: qwen3_5_moe`, stock key names and expert layout, no `lm_head`.
-        emb_seed (`int`, *optional*, defaults to 0): seed of the noise in the `<emb>` row.
+        emb_seed (`int`, *optional*, defaults to 0): seed of the noise in the `<emb>` row, not negative.
         revision (`str`, *optional*): branch, tag or commit of a Hub id.
-        max_shard_bytes (`int`, *optional*, defaults to 4 GiB): size of a weight file.
+        max_shard_bytes (`float`, *optional*, defaults to 4 GiB): size of a weight file, at least 1.
 
     Returns:
         `Path`: the target.
 
     Raises:
-        ConversionError: the source is not such a checkpoint or is incomplete, the target exists, or the disk is full;
-            each names the file or key and the remedy.
+        ConversionError: the source is not such a checkpoint or is incomplete, the target exists, an option is out of
+            range, or the disk is full; each names the file or key and the remedy.
     """
     from .repository import processor_from_checkpoint
 
+    if emb_seed < 0:
+        raise ConversionError(f"--emb-seed is {emb_seed}, but must be 0 or more")
+    if not 1 <= max_shard_bytes < math.inf:
+        raise ConversionError(f"--max-shard-gb is {max_shard_bytes / 2**30:g}, but must be finite and above 0")
+    max_shard_bytes = int(max_shard_bytes)
     target = Path(target).expanduser().absolute()
     folder = locate_source(source, revision)
     stored = read_checkpoint(folder)
@@ -150,13 +158,13 @@ def locate_source(source: str | Path, revision: str | None = None) -> Path:
 
 def read_stock_config(folder: Path) -> dict:
     """Read `config.json` and make sure it describes an unquantised Qwen3.5-MoE model with its vision tower."""
+    from transformers import Qwen3_5MoeConfig
+
     path = folder / "config.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json_mapping(path)
     except FileNotFoundError:
         raise ConversionError(f"{folder} has no config.json; is it a checkpoint folder?") from None
-    except json.JSONDecodeError as error:
-        raise ConversionError(f"{path} is not JSON: {error}") from error
     model_type = settings.get("model_type")
     remedies = {
         "moemb": "it is a MoEMB repository already",
@@ -164,12 +172,42 @@ def read_stock_config(folder: Path) -> dict:
         "qwen3_5_moe_text": "that is the text-only half; take the checkpoint that has the vision tower",
     }
     if model_type != "qwen3_5_moe":
-        remedy = remedies.get(model_type, "the converter wants 'qwen3_5_moe'")
+        remedy = remedies.get(str(model_type), "the converter wants 'qwen3_5_moe'")
         raise ConversionError(f"{path} has model_type {model_type!r}: {remedy}")
-    if settings.get("quantization_config"):
-        method = settings["quantization_config"].get("quant_method", "unknown")
+    quantization = settings.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ConversionError(f"{path} is quantised ({method}); convert the bf16 checkpoint")
+    for part in ("text_config", "vision_config"):
+        if not isinstance(settings.get(part), dict):
+            state = f"{part} {settings[part]!r}" if part in settings else f"no {part}"
+            raise ConversionError(f"{path} has {state}; the converter wants a mapping there, as transformers saves it")
+    _check_layers(path, settings["text_config"])
+    with _names_file(path):
+        Qwen3_5MoeConfig.from_dict(json.loads(json.dumps(settings)))
     return settings
+
+
+@contextmanager
+def _names_file(path: str | Path):
+    """Name `config.json` in what transformers and torch raise, errors of many types, for settings of no use."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConversionError(f"{path} describes no model that can be built: {reason}") from error
+
+
+def _check_layers(path: Path, text: dict) -> None:
+    count, kinds = text.get("num_hidden_layers"), text.get("layer_types")
+    if count is not None and (type(count) is not int or count < 1):
+        raise ConversionError(f"{path} has num_hidden_layers {count!r}, not a number of layers")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ConversionError(f"{path} has layer_types {kinds!r}, not a list")
+    if count is not None and kinds is not None and len(kinds) != count:
+        raise ConversionError(
+            f"{path} contradicts itself: num_hidden_layers is {count}, but layer_types lists {len(kinds)} layers"
+        )
 
 
 def read_vocabulary(folder: Path) -> tuple[int | None, int]:
@@ -179,8 +217,14 @@ def read_vocabulary(folder: Path) -> tuple[int | None, int]:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no tokenizer.json; save its processor there with save_pretrained")
-    tokenizer = Tokenizer.from_file(str(path))
-    return tokenizer.token_to_id(EMB_TOKEN), max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions for whatever it cannot read
+        raise ConversionError(f"{path} is not a tokenizer that can be read ({error}); download it again") from error
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise ConversionError(f"{path} has no vocabulary; download it again")
+    return tokenizer.token_to_id(EMB_TOKEN), max(vocabulary.values()) + 1
 
 
 def plan_tensors(
@@ -207,6 +251,8 @@ def plan_tensors(
     table = tensors.get(EMBEDDING_KEY)
     if table is None:
         raise ConversionError(f"the checkpoint lacks the embedding table 'model.{EMBEDDING_KEY}'")
+    if len(table.shape) != 2 or not table.num_bytes:
+        raise ConversionError(f"the embedding table 'model.{EMBEDDING_KEY}' in {table.file} has shape {table.shape}")
 
     def add_row(planned):
         if keep_row and emb_token_id < table.shape[0]:
@@ -214,7 +260,9 @@ def plan_tensors(
         return with_emb_row(planned, table, emb_token_id, used_rows, emb_seed)
 
     packed = add_row(pack_experts(tensors))
-    check_against_model(packed, expected_shapes(build_config(settings, emb_token_id, _vocabulary_size(packed), False)))
+    with _names_file("config.json"):
+        expected = expected_shapes(build_config(settings, emb_token_id, _vocabulary_size(packed), False))
+    check_against_model(packed, expected)
     if not plain:
         return packed
     return [

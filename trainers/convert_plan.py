@@ -80,6 +80,8 @@ def _stack(key: str, prefix: str, order, parts, count: int) -> PlannedTensor:
     if missing:
         raise ConversionError(f"{len(missing)} keys are missing: {some(missing)}")
     first = parts[order[0]]
+    if len(first.shape) != 2:
+        raise ConversionError(f"'{prefix}.{order[0][0]}.{order[0][1]}.weight' is {first.shape}, not a matrix")
     for i, name in order:
         if (parts[i, name].shape, parts[i, name].dtype) != (first.shape, first.dtype):
             raise ConversionError(

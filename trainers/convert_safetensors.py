@@ -6,6 +6,7 @@ tensor is a list of byte ranges, and writing a shard is copying them in blocks. 
 https://huggingface.co/docs/safetensors/index (8-byte little-endian header length, JSON header, tensor data).
 """
 
+import itertools
 import json
 import math
 import os
@@ -108,22 +109,65 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise ConversionError(f"weight file {path} is missing; download it again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise ConversionError(f"{path} has an unreadable safetensors header; download it again") from None
+    if not isinstance(header, dict):
+        raise ConversionError(
+            f"{path} has a safetensors header that is a {type(header).__name__}, not a mapping; download it again"
+        )
     header.pop("__metadata__", None)
-    tensors = {}
-    for key, entry in header.items():
-        begin, end = entry["data_offsets"]
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        if dtype not in ITEM_SIZE:
-            raise ConversionError(f"'{key}' in {path} has the type {dtype}, which the converter does not know")
-        if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
-            raise ConversionError(f"'{key}' in {path} promises {shape} {dtype} but holds {end - begin} bytes")
-        tensors[key] = StoredTensor(path, dtype, shape, 8 + length + begin, end - begin)
+    tensors = {key: _stored_tensor(path, key, entry, 8 + length) for key, entry in header.items()}
     promised = max((t.offset + t.num_bytes for t in tensors.values()), default=0)
     if promised > size:
         raise ConversionError(f"{path} is cut short: {promised} bytes promised, {size} there; download it again")
+    _check_overlap(path, tensors)
     return tensors
+
+
+def _stored_tensor(path: Path, key: str, entry, data_start: int) -> StoredTensor:
+    """One entry of a header, checked; `data_start` is where the offsets count from."""
+    if not isinstance(entry, dict):
+        raise ConversionError(f"the entry of '{key}' in {path} is {entry!r}, not a mapping; download it again")
+    dtype, shape, offsets = (entry.get(name) for name in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+        raise ConversionError(f"'{key}' in {path} has the type {dtype}, which the converter does not know")
+    if not _are_counts(shape):
+        raise ConversionError(f"'{key}' in {path} has the shape {shape!r}, not a list of sizes; download it again")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ConversionError(
+            f"'{key}' in {path} has data_offsets {offsets!r}, not [begin, end] within the data; download it again"
+        )
+    begin, end = offsets
+    if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
+        raise ConversionError(f"'{key}' in {path} promises {tuple(shape)} {dtype} but holds {end - begin} bytes")
+    return StoredTensor(path, dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _are_counts(values) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_overlap(path: Path, tensors: dict[str, StoredTensor]) -> None:
+    filled = sorted((t.offset, t.offset + t.num_bytes, key) for key, t in tensors.items() if t.num_bytes)
+    for (_, end, key), (begin, _, following) in itertools.pairwise(filled):
+        if begin < end:
+            raise ConversionError(f"'{key}' and '{following}' overlap in {path}; download it again")
+
+
+def read_json_mapping(path: Path) -> dict:
+    """Read a JSON file of a checkpoint that must hold an object.
+
+    Raises:
+        ConversionError: the file is not JSON in UTF-8, or holds something else than an object.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+        raise ConversionError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path} holds a {type(content).__name__}, not a JSON object; download it again")
+    return content
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
@@ -146,10 +190,11 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         if any(folder.glob("*.bin")):
             raise ConversionError(f"{folder} holds *.bin weights; load and save them with transformers as safetensors")
         raise ConversionError(f"{folder} has neither model.safetensors nor {INDEX_NAME}; there are no weights to read")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise ConversionError(f"{index} is not a safetensors index; download it again") from None
+    weight_map = read_json_mapping(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConversionError(
+            f"{index} is not a safetensors index: its weight_map must map keys to file names; download it again"
+        )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

@@ -27,7 +27,8 @@ class WorkFolder:
         recipe (`dict`): what determines the result, JSON-serialisable. A leftover of another recipe is thrown away.
 
     Raises:
-        ConversionError: on entering, when the target exists or another process converts to it.
+        ConversionError: on entering, when the target exists, is a link or lies under a file, or another process
+            converts to it.
     """
 
     def __init__(self, target: Path, recipe: dict):
@@ -45,7 +46,12 @@ class WorkFolder:
         return renamed and self._journal_matches()
 
     def __enter__(self) -> "WorkFolder":
-        self.target.parent.mkdir(parents=True, exist_ok=True)
+        if self.target.is_symlink():  # a dangling one does not "exist", and no folder can be renamed onto a link
+            raise ConversionError(f"target {self.target} is a symbolic link; remove it or choose another --to")
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConversionError(f"target {self.target} lies under a file; choose another --to") from None
         if self.target.exists() and not self.finished and not _is_empty_folder(self.target):
             raise ConversionError(f"target {self.target} exists already; remove it or choose another --to")
         self._journal = open(self._journal_path, "a+", encoding="utf-8")
@@ -94,7 +100,7 @@ class WorkFolder:
     def _journal_matches(self) -> bool:
         try:
             return json.loads(self._journal_path.read_text(encoding="utf-8"))["fingerprint"] == self._fingerprint
-        except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return False
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise RecipeError(
+                    f"{self.name}: the key on line {key_node.start_mark.line + 1} is {key!r}, but a key must be a name"
+                )
             if key in seen:
                 raise RecipeError(
                     f"{self.name}: '{key}' is given twice, on lines {seen[key]} and {key_node.start_mark.line + 1}; "
@@ -46,10 +50,10 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         path (`str` or `Path`): the YAML file.
 
     Returns:
-        `dict[str, Any]`: key -> value as YAML gives it. An empty file is an empty mapping.
+        `dict[str, Any]`: key -> value as YAML gives it.
 
     Raises:
-        RecipeError: the file is absent, is not YAML, is not a mapping, or holds a key twice.
+        RecipeError: the file is absent, empty, is not YAML, is not a mapping, or holds a key twice.
     """
     path = Path(path)
     try:
@@ -59,16 +63,16 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise RecipeError(f"recipe '{path}' does not exist{nearest(str(path), siblings)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe '{path}' cannot be read: {error}") from error
-    loader = _UniqueKeyLoader(text)
-    loader.name = str(path)
     try:
+        loader = _UniqueKeyLoader(text)
+        loader.name = str(path)
         content = loader.get_single_data()
-    except yaml.YAMLError as error:
+    except RecipeError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
         raise RecipeError(f"recipe '{path}' is not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
     if content is None:
-        return {}
+        raise RecipeError(f"recipe '{path}' is empty; add 'key: value' lines, or write {{}} for the defaults alone")
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise RecipeError(f"recipe '{path}' must be a flat mapping of 'key: value' lines")
     return content

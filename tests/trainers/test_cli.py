@@ -1,5 +1,7 @@
+import errno
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +95,41 @@ def test_a_users_mistake_is_one_line_and_ours_a_traceback(verb, capsys, monkeypa
     verb.run = break_down
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["probe", "--size", "1"])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/file/new"), "/file/new: Not a directory"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/xx"), "/xx: File name too long"),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/new"), "/root/new: Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system", Path("/sys/new")), "/sys/new: Read-only file system"),
+        (OSError(errno.EXDEV, "Invalid link", "/a", None, "/b"), "/a -> /b: Invalid link"),
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+        (OSError("nothing at\n  x/y"), "nothing at x/y"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_with_the_path(verb, capsys, monkeypatch, error, message):
+    def refuse(args):
+        raise error
+
+    verb.run = refuse
+    assert cli.main(["probe", "--size", "1"]) == 1
+    assert capsys.readouterr().err == f"moemb probe: error: {message}\n"
+    monkeypatch.setenv("MOEMB_TRACEBACK", "1")
+    with pytest.raises(OSError):
+        cli.main(["probe", "--size", "1"])
+
+
+@pytest.mark.parametrize("name", ["evaluate", "data"])
+@pytest.mark.parametrize(("text", "message"), [("", "is empty; add"), ("{[a]: 1}", "a key must be a name")])
+def test_a_recipe_without_usable_keys_is_refused(tmp_path, capsys, name, text, message):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert cli.main([name, "--config", str(recipe)]) == 1
+    error = capsys.readouterr().err
+    assert message in error and str(recipe) in error and error.count("\n") == 1
 
 
 def test_interrupt_has_the_shells_exit_status(verb, capsys):

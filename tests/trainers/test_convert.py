@@ -216,6 +216,19 @@ def test_card_states_the_facts(converted):
         ({"model_type": "qwen3_5"}, "that is the dense Qwen3.5"),
         ({"model_type": "moemb"}, "it is a MoEMB repository already"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"is quantised \(fp8\); convert the bf16 checkpoint"),
+        ({"quantization_config": "fp8"}, r"is quantised \(fp8\); convert the bf16 checkpoint"),
+        ({"model_type": ["qwen3_5"]}, "has model_type .*: the converter wants 'qwen3_5_moe'"),
+        ({"text_config": None}, r"config\.json has text_config None; the converter wants a mapping there"),
+        ({"text_config": "x"}, r"config\.json has text_config 'x'"),
+        ({"vision_config": []}, r"config\.json has vision_config \[\]"),
+        ({"text_config": {"num_hidden_layers": "4"}}, r"config\.json has num_hidden_layers '4'"),
+        ({"text_config": {"layer_types": "full_attention"}}, r"config\.json has layer_types 'full_attention'"),
+        (
+            {"text_config": {"num_hidden_layers": 4, "layer_types": ["full_attention"]}},
+            r"config\.json contradicts itself: num_hidden_layers is 4, but layer_types lists 1 layers",
+        ),
+        ({"text_config": {"hidden_size": "wide"}}, r"config\.json describes no model that can be built"),
+        ({"text_config": {"layer_types": ["quadratic"]}}, r"config\.json describes no model that can be built"),
     ],
 )
 def test_another_kind_of_checkpoint_is_refused(copy_of_stock, tmp_path, change, message):
@@ -238,6 +251,18 @@ def remove_key(folder, key):
     ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), r"config\.json holds a list, not a JSON object"),
+        (
+            lambda folder: (folder / "config.json").write_bytes(b'{"\xff": 1}'),
+            r"config\.json is not JSON: 'utf-8' codec",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3_5_moe"}'),
+            r"config\.json has no text_config",
+        ),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), r"tokenizer\.json is not a tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").write_text("[]"), r"tokenizer\.json is not a tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff"), r"tokenizer\.json is not a tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda folder: next(folder.glob("model-00002*")).unlink(), "1 of .* shards are missing in .*model-00002"),
         (
@@ -255,6 +280,52 @@ def test_an_incomplete_checkpoint_is_refused(copy_of_stock, tmp_path, damage, me
     with pytest.raises(ConversionError, match=message):
         convert_checkpoint(copy_of_stock, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stock"]
+
+
+def link_to(path):
+    """A `new` in the folder that is a symbolic link to `path`."""
+    return lambda folder: (folder / "new").symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "name", "options", "message"),
+    [
+        (link_to("absent"), "new", {}, "target .*new is a symbolic link; remove it or choose another --to"),
+        (link_to("."), "new", {}, "target .*new is a symbolic link"),
+        (lambda folder: (folder / "file").touch(), "file/new", {}, "target .*file/new lies under a file"),
+        (lambda folder: (folder / "file").touch(), "file/a/new", {}, "target .*file/a/new lies under a file"),
+        (None, "new", {"emb_seed": -1}, "--emb-seed is -1, but must be 0 or more"),
+        (None, "new", {"max_shard_bytes": 0}, "--max-shard-gb is 0, but must be finite and above 0"),
+        (None, "new", {"max_shard_bytes": -(2**30)}, "--max-shard-gb is -1, but"),
+        (None, "new", {"max_shard_bytes": float("nan")}, "--max-shard-gb is nan, but"),
+        (None, "new", {"max_shard_bytes": float("inf")}, "--max-shard-gb is inf, but"),
+    ],
+)
+def test_an_unusable_target_or_option_is_refused(stock, tmp_path, prepare, name, options, message):
+    if prepare:
+        prepare(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConversionError, match=message):
+        convert_checkpoint(stock["packed"][0], tmp_path / name, **options)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--to", "{}/new", "--max-shard-gb", "nan"], "--max-shard-gb is nan, but"),
+        (["--to", "{}/new", "--max-shard-gb=inf"], "--max-shard-gb is inf, but"),
+        (["--to", "{}/new", "--max-shard-gb", "-0.5"], "--max-shard-gb is -0.5, but"),
+        (["--to", "{}/new", "--emb-seed", "-1"], "--emb-seed is -1, but"),
+        (["--to", "{}/" + "x" * 300], "x: File name too long"),
+    ],
+)
+def test_command_line_refuses_in_one_line(stock, tmp_path, capsys, flags, message):
+    flags = [flag.format(tmp_path) for flag in flags]
+    assert cli.main(["convert", "--from", str(stock["packed"][0]), *flags]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1 and lines[0].startswith("moemb convert: error: ") and message in lines[0]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(stock, tmp_path, monkeypatch):

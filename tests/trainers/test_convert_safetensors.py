@@ -98,9 +98,39 @@ def test_an_integer_table_cannot_be_averaged(stored):
         decode(b"12345678", "I64")
 
 
+def with_header(change):
+    """Damage that replaces the header: `change` gets the parsed one and returns what is written."""
+
+    def damage(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        text = json.dumps(change(json.loads(data[8 : 8 + length]))).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return damage
+
+
+def with_entry(**values):
+    return with_header(lambda header: header | {"odd": header["odd"] | values})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (with_header(list), "header that is a list, not a mapping"),
+        (with_header(lambda header: header | {"odd": 3}), "entry of 'odd' in .* is 3, not a mapping"),
+        (with_header(lambda header: header | {"odd": {}}), "'odd' in .* has the type None"),
+        (with_entry(dtype=["F16"]), r"'odd' in .* has the type \['F16'\]"),
+        (with_entry(shape=None), "'odd' in .* has the shape None"),
+        (with_entry(shape=[-3, -5]), r"'odd' in .* has the shape \[-3, -5\]"),
+        (with_entry(shape=[3, "5"]), r"'odd' in .* has the shape \[3, '5'\]"),
+        (with_entry(data_offsets=[0]), r"'odd' in .* has data_offsets \[0\]"),
+        (with_entry(data_offsets="ab"), "'odd' in .* has data_offsets 'ab'"),
+        (with_entry(data_offsets=[-30, 0]), r"'odd' in .* has data_offsets \[-30, 0\]"),
+        (with_entry(data_offsets=[30, 0]), r"'odd' in .* has data_offsets \[30, 0\]"),
+        (with_entry(data_offsets=[0.0, 30.0]), r"'odd' in .* has data_offsets \[0.0, 30.0\]"),
+        (with_entry(data_offsets=[900, 930]), "is cut short: .* bytes promised"),
+        (with_entry(data_offsets=[0, 30]), "'counts' and 'odd' overlap|'odd' and 'counts' overlap"),
+        (lambda data: data.replace(b"odd", b"\xff\xfe\xfd"), "unreadable safetensors header"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs pointer"),
         (lambda data: data[:-4], "is cut short: .* bytes promised"),
         (lambda data: data[:100], "is not a safetensors file or is cut short"),
@@ -129,9 +159,26 @@ def test_missing_shards_are_all_named(tensors, tmp_path):
     save_file({"y": torch.zeros(1)}, tmp_path / "c.safetensors")
     with pytest.raises(ConversionError, match="names 1 tensors that its shards lack: x"):
         read_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConversionError, match="is not a safetensors index"):
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{}", "is not a safetensors index: its weight_map must map keys to file names"),
+        (b'{"weight_map": ["a.safetensors"]}', "is not a safetensors index"),
+        (b'{"weight_map": {"x": 3}}', "is not a safetensors index"),
+        (b'{"weight_map": {"x": ["a"]}}', "is not a safetensors index"),
+        (b"[]", "holds a list, not a JSON object"),
+        (b"{", "is not JSON"),
+        (b'{"\xff": 1}', "is not JSON: 'utf-8' codec"),
+    ],
+)
+def test_a_damaged_index_is_named_with_what_is_wrong(tmp_path, content, message):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(content)
+    with pytest.raises(ConversionError, match=message) as caught:
         read_checkpoint(tmp_path)
+    assert str(index) in str(caught.value)
 
 
 def test_folders_without_safetensors_weights(tmp_path):

@@ -131,6 +131,13 @@ def test_training_arguments_of_sentence_transformers(tmp_path, recipe):
         ("steps: 1\nname: x\nsteps: 2", "'steps' is given twice, on lines 1 and 3"),
         ("- a\n- b", "flat mapping"),
         ("steps: [1", "not valid YAML"),
+        ("name: 2026-13-01", "recipe .*recipe.yaml' is not valid YAML: month must be in 1..12"),
+        ("name: a\0b", "recipe .*recipe.yaml' is not valid YAML"),
+        ("{[a]: 1}", r"recipe.yaml: the key on line 1 is \['a'\], but a key must be a name"),
+        ("steps: 1\n{a: b}: 1", r"recipe.yaml: the key on line 2 is \{'a': 'b'\}, but a key must be a name"),
+        ("anything: {[a]: 1}", r"recipe.yaml: the key on line 1 is \['a'\]"),
+        ("", "recipe .*recipe.yaml' is empty; add 'key: value' lines"),
+        ("# steps: 1\n", "recipe .*recipe.yaml' is empty"),
     ],
 )
 def test_a_mistake_is_named(recipe, text, message):
@@ -150,7 +157,7 @@ def test_the_dataclass_has_the_last_word(recipe):
 
 def test_unknown_override_and_stray_argument(recipe):
     with pytest.raises(RecipeError, match="unknown key 'stesp' on the command line; did you mean 'steps'"):
-        load_recipe(recipe(""), Settings, overrides=["--stesp", "3"])
+        load_recipe(recipe("{}"), Settings, overrides=["--stesp", "3"])
     with pytest.raises(RecipeError, match="unexpected argument 'stray'"):
         parse_overrides(["--steps=3", "stray"])
 
