@@ -39,6 +39,12 @@ HELP = "turn a stock Qwen3.5-MoE checkpoint into a MoEMB model repository"
 
 EMB_TOKEN = "<emb>"
 DISK_MARGIN = 64 * 2**20
+PROCESSOR_FILES = (
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +120,9 @@ def convert_checkpoint(
     folder = locate_source(source, revision)
     stored = read_checkpoint(folder)
     settings = read_stock_config(folder)
+    for name in PROCESSOR_FILES:
+        if (folder / name).is_file():
+            read_json_mapping(folder / name)
     kept_id, used_rows = read_vocabulary(folder)
     processor = processor_from_checkpoint(folder, plain=plain)
     emb_token_id = processor.tokenizer.convert_tokens_to_ids(EMB_TOKEN)
