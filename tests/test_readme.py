@@ -1,5 +1,6 @@
 """The README keeps its word: its tree is the tree, its commands exist, its example runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -44,6 +45,22 @@ def test_every_linked_file_exists():
 
 def test_no_placeholder_is_left():
     assert re.findall(r"FILL:\w+", README) == []
+
+
+def test_the_results_are_those_of_the_report():
+    report = json.loads((ROOT / "recipes/moemb-mini/results/evaluation.json").read_text(encoding="utf-8"))
+    lines = {task["name"]: task["lines"][0] for task in report["tasks"]}
+    row = r"^\| ([\w-]+): .*?\| (\d+) x (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
+    rows = re.findall(row, README, re.MULTILINE)
+    assert len(rows) >= 9
+    for name, queries, pool, first, tenth, chance in rows:
+        line = lines[name]
+        model = line["systems"][0]
+        assert (int(queries), int(pool)) == (line["queries"], line["pool"][0]), name
+        for shown, value in (
+            (first, model["R@1"]["value"]), (tenth, model["R@10"]["value"]), (chance, line["chance"]["R@10"])
+        ):  # fmt: skip
+            assert float(shown) == pytest.approx(100 * value, abs=0.051), name
 
 
 def test_the_example_runs(capsys, monkeypatch, tmp_path):

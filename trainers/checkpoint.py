@@ -107,7 +107,8 @@ def _finish(draft: Path, folder: Path, tokenizer, record: dict[str, Any]) -> Non
     from .repository import mini_processor
 
     mini_processor(tokenizer).save_pretrained(draft)
-    (draft / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    # a record travels: no folder of the machine it was made on belongs in it
+    (draft / RECORD).write_text(json.dumps(record, indent=2).replace(str(Path.home()), "~") + "\n")
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
