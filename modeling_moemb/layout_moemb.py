@@ -88,12 +88,7 @@ class PackedLayout:
     @cached_property
     def chunk_order(self) -> Tensor:
         """`torch.LongTensor` `(tokens,)`: where each packed row stands in the concatenated chunk positions."""
-        flat = torch.cat([chunk.index.reshape(-1) for chunk in self.chunks])
-        valid = torch.cat([chunk.valid.reshape(-1) for chunk in self.chunks])
-        position = torch.arange(flat.shape[0], device=self.device)[valid]
-        order = torch.empty(sum(self.lengths), dtype=torch.long, device=self.device)
-        order[flat[valid]] = position
-        return order
+        return self._order([(chunk.index, chunk.valid) for chunk in self.chunks])
 
     @cached_property
     def causal_groups(self) -> list[tuple[Tensor, Tensor]]:

@@ -24,10 +24,7 @@ from .errors import MoEMBError
 from .losses import (
     contrastive_loss,
     distillation_loss,
-    expert_load,
-    load_balancing_loss,
     next_token_loss,
-    router_z_loss,
 )
 from .mixture import Group, Mixture
 from .packed_trainer import PackedTrainer
@@ -107,8 +104,8 @@ class ContrastiveTrainer(PackedTrainer):
         vision = model.config.vision_config
         shape = PictureShape(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
         self.encoder = BatchEncoder(tokenizer, shape, token_multiple=256)
-        self.text_index, self.text_vectors = _teacher(corpus.text_teacher())
-        self.image_index, self.image_vectors = _teacher(corpus.vision_teacher())
+        self.text_index, self.text_vectors = corpus.text_teacher()
+        self.image_index, self.image_vectors = corpus.vision_teacher()
         self.mixture = build_mixture(args, corpus, self.text_index, self.image_index)
         self.documents = DocumentSource(corpus) if args.language_rate else None
         self.validation = ValidationSet(corpus, BatchEncoder(tokenizer, shape), seed=args.seed)
@@ -207,7 +204,7 @@ class ContrastiveTrainer(PackedTrainer):
                 loss = distillation_loss(predictions, target["vectors"], target["index"], self.args.teacher_scale)
                 self.record(**{f"{name}_teacher_loss": loss.item()})
                 total = total + weight * loss
-        total = total + self._router_loss(router_logits)
+        total = total + self.router_loss(router_logits)
         if "language" in inputs:
             total = total + self._language_loss(model, inputs["language"])
         return (total, vectors) if return_outputs else total
@@ -216,15 +213,7 @@ class ContrastiveTrainer(PackedTrainer):
         output = model(**batch["inputs"], packed_hidden=True, output_router_logits=True)
         loss = next_token_loss(output.last_hidden_state, model.get_input_embeddings().weight, batch["labels"])
         self.record(language_loss=loss.item())
-        return self.args.language_weight * loss + self._router_loss(output.router_logits)
-
-    def _router_loss(self, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        # The last block has logits of the pooled rows alone; they are balanced like the others.
-        top_k = self.model.config.text_config.num_experts_per_tok
-        balance, z = load_balancing_loss(router_logits, top_k), router_z_loss(router_logits)
-        busiest, idlest = expert_load(router_logits, top_k)
-        self.record(balance_loss=balance.item(), expert_load_max=busiest, expert_load_min=idlest)
-        return self.args.router_balance_weight * balance + self.args.router_z_weight * z
+        return self.args.language_weight * loss + self.router_loss(output.router_logits)
 
     def validate(self) -> dict[str, float]:
         return self.validation.evaluate(self.model)
@@ -257,8 +246,3 @@ def build_trainer(args: ContrastiveConfig, corpus) -> ContrastiveTrainer:
     model = MoEMBModel.from_pretrained(args.init_from, dtype=torch.float32)
     prepare_emb(model, args.seed)
     return ContrastiveTrainer(model, args, tokenizer, corpus)
-
-
-def _teacher(teacher) -> tuple[dict[str, int], np.ndarray]:
-    index, vectors = teacher
-    return index, vectors

@@ -27,7 +27,6 @@ class LeakageError(MoEMBError, ValueError):
     """Something held out stands among the training items. The text names the first such item."""
 
 
-SPLITS = ("train", "validation", "test")
 EVALUATION_SOURCES = ("twemoji",)
 _PERSON = {
     "man",

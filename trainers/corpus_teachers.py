@@ -9,7 +9,6 @@ Both run once, in parts that are kept until the whole is written, so a killed ru
 
 import importlib
 import os
-import shutil
 import sys
 import tempfile
 import zipfile
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from .corpus_sources import PACKAGES, fetch
+from .corpus_sources import fetch
 
 
 VISION_DIMENSIONS = 192
@@ -135,14 +134,6 @@ def vision_encoder() -> Callable[[np.ndarray], np.ndarray]:
     return encode
 
 
-def efficientnet_features(images: np.ndarray) -> np.ndarray:
-    """EfficientNet-Lite0 features of `(n, 64, 64, 3)` uint8 images.
-
-    `(n, 1280)` float32, as the vision teacher has them.
-    """
-    return vision_encoder()(images).astype(np.float32)
-
-
 def encode_in_parts(encode, items, folder: Path, description: str, threads: int = 1) -> np.ndarray:
     """`encode` over `items` in parts, each kept in `folder` as soon as it is done, so that a second call goes on.
 
@@ -197,13 +188,3 @@ def principal_axes(features: np.ndarray, dimensions: int = VISION_DIMENSIONS) ->
     axes = axes * np.sign(axes[np.abs(axes).argmax(0), np.arange(axes.shape[1])])  # eigh leaves the sign open
     turned = centred @ axes
     return (turned / np.maximum(np.linalg.norm(turned, axis=1, keepdims=True), 1e-6)).astype(np.float16)
-
-
-def teacher_versions(keys: Sequence[str] = ("minilm", "efficientnet", "efficientnet-code")) -> dict[str, str]:
-    """Pinned versions of the teacher packages, for the manifest."""
-    return {key: PACKAGES[key].label for key in keys}
-
-
-def discard_parts(folder: Path) -> None:
-    """Removes the parts of `encode_in_parts`."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .checkpoint import LOG, RECORD, write_checkpoint
+from .losses import expert_load, load_balancing_loss, router_z_loss
 from .optimizer import MasterAdamW
 from .packed_config import PackedTrainingConfig
 
@@ -178,6 +179,17 @@ class PackedTrainer(Trainer):
             entry = self._sums[name]
             entry[0] += float(value)
             entry[1] += 1
+
+    def router_loss(self, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Weighted load-balancing and z-loss of all blocks; records them and the load of the experts.
+
+        The last block may have logits of the pooled rows alone; they are balanced like the others.
+        """
+        top_k = self.model.config.text_config.num_experts_per_tok
+        balance, z = load_balancing_loss(router_logits, top_k), router_z_loss(router_logits)
+        busiest, idlest = expert_load(router_logits, top_k)
+        self.record(balance_loss=balance.item(), z_loss=z.item(), expert_load_max=busiest, expert_load_min=idlest)
+        return self.args.router_balance_weight * balance + self.args.router_z_weight * z
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "loss" in logs:

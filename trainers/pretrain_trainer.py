@@ -13,7 +13,7 @@ from modeling_moemb import MoEMBConfig, MoEMBModel
 
 from .data import BatchEncoder, PictureShape, Sample
 from .documents import DocumentSource, language_batch
-from .losses import expert_load, load_balancing_loss, next_token_loss, router_z_loss
+from .losses import next_token_loss
 from .packed_trainer import PackedTrainer
 from .pretrain_config import PretrainConfig
 from .tokenizer import (
@@ -127,15 +127,8 @@ class PretrainTrainer(PackedTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(**inputs["inputs"], packed_hidden=True, output_router_logits=True)
         loss = next_token_loss(output.last_hidden_state, model.get_input_embeddings().weight, inputs["labels"])
-        top_k = model.config.text_config.num_experts_per_tok
-        balance, z = load_balancing_loss(output.router_logits, top_k), router_z_loss(output.router_logits)
-        if self.model.training:
-            busiest, idlest = expert_load(output.router_logits, top_k)
-            self.record(
-                language_loss=loss.item(), balance_loss=balance.item(), z_loss=z.item(),
-                expert_load_max=busiest, expert_load_min=idlest,
-            )  # fmt: skip
-        total = loss + self.args.router_balance_weight * balance + self.args.router_z_weight * z
+        self.record(language_loss=loss.item())
+        total = loss + self.router_loss(output.router_logits)
         return (total, output) if return_outputs else total
 
     def validate(self) -> dict[str, float]:

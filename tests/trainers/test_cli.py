@@ -102,7 +102,7 @@ def test_a_users_mistake_is_one_line_and_ours_a_traceback(verb, capsys, monkeypa
     [
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/file/new"), "/file/new: Not a directory"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "/xx"), "/xx: File name too long"),
-        (PermissionError(errno.EACCES, "Permission denied", "/root/new"), "/root/new: Permission denied"),
+        (PermissionError(errno.EACCES, "Permission denied", "/closed/new"), "/closed/new: Permission denied"),
         (OSError(errno.EROFS, "Read-only file system", Path("/sys/new")), "/sys/new: Read-only file system"),
         (OSError(errno.EXDEV, "Invalid link", "/a", None, "/b"), "/a -> /b: Invalid link"),
         (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
