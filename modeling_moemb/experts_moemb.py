@@ -1,5 +1,6 @@
 """The mixture-of-experts block over a [`Routing`]: work that is not routed is not done."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTopKRouter,
 )
 
-from .routing_moemb import Routing, route, uniform_top_k
+from .routing_moemb import Routing, route
 
 
 def padded_counts(counts: Tensor) -> Tensor:
@@ -167,20 +168,23 @@ class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
         self.experts = MoEMBExperts(config, experts_backend)
         self.top_k = config.num_experts_per_tok
 
-    def forward(self, hidden_states: Tensor, top_k: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, policy: Callable[[Routing], Routing] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run the block on `(tokens, hidden)` rows.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(tokens, hidden)`): normed token states.
-            top_k (`int`, *optional*): experts per token when fewer than the router's own; renormalised.
+            policy (`Callable[[Routing], Routing]`, *optional*): which of the chosen pairs to run; it sees the routing
+                with fp32 weights, where a threshold is not blurred by the model's precision.
 
         Returns:
             The block's output, and the router logits (`(tokens, num_experts)`, fp32).
         """
         router_logits = self.gate(hidden_states)
-        routing: Routing = route(router_logits, self.top_k, hidden_states.dtype)
-        if top_k is not None:
-            routing = uniform_top_k(routing, top_k)
+        routing = route(router_logits, self.top_k, torch.float32)
+        if policy is not None:
+            routing = policy(routing)
         routed = self.experts(hidden_states, routing.expert_index, routing.weight)
         shared = torch.sigmoid(self.shared_expert_gate(hidden_states)) * self.shared_expert(hidden_states)
         return routed + shared, router_logits

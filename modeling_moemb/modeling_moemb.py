@@ -8,6 +8,7 @@ padding; an item's vector does not depend on its batch; there is no cache, becau
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from .layout_moemb import PackedLayout
 from .mixers_moemb import MoEMBAttention, MoEMBGatedDeltaNet
 from .packing_moemb import IMAGE, TEXT, VIDEO, PackedTokens, pack_batch
 from .pretrained_moemb import MoEMBPreTrainedModel
+from .routing_moemb import uniform_top_k
 from .vision_moemb import MoEMBVisionModel
 
 
@@ -89,7 +91,8 @@ class MoEMBDecoderLayer(GradientCheckpointingLayer):
         if output_rows is not None:
             hidden_states = hidden_states[output_rows]
         hidden_states = hidden_states + mixed
-        routed, router_logits = self.mlp(self.post_attention_layernorm(hidden_states), top_k)
+        policy = None if top_k is None else partial(uniform_top_k, top_k=top_k)
+        routed, router_logits = self.mlp(self.post_attention_layernorm(hidden_states), policy)
         return hidden_states + routed, router_logits
 
 
