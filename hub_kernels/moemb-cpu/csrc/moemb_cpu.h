@@ -43,9 +43,127 @@ void moemb_cpu_limit_isa(int limit);
 
 // ---- gemm_*.cpp, experts_*.cpp -------------------------------------------------------------------------------------
 
+// dtype (MOEMB_FP32, BF16 or FP16) is that of every `void*`; these matrices are dense, but for row strides named. Rows
+// of `saved`, `grad_saved` and `activation` are (token, slot) pairs; those of skipped pairs are not touched.
+// gate_up_proj [experts, 2 * intermediate, hidden], down_proj [experts, hidden, intermediate], index and weight
+// [tokens, slots], index == experts: slot skipped; any other index outside 0 .. experts - 1: MOEMB_BAD_ARGUMENT.
+
+// output [tokens, hidden]; saved [tokens * slots, 2 * intermediate] gets gate and up for the backward pass, or is null.
+int moemb_experts_forward(int dtype, const void* states, int64_t states_stride, const int64_t* index,
+                          const float* weight, const void* gate_up_proj, const void* down_proj, void* output,
+                          void* saved, int64_t tokens, int64_t slots, int64_t experts, int64_t hidden,
+                          int64_t intermediate);
+
+// grad_states [tokens, hidden], grad_weight [tokens, slots] (0 for skipped slots). For the gradients of the weights,
+// unless null: grad_saved [tokens * slots, 2 * intermediate], the gradient of gate and up, and
+// activation [tokens * slots, intermediate], weight * silu(gate) * up.
+int moemb_experts_backward(int dtype, const void* grad, int64_t grad_stride, const int64_t* index, const float* weight,
+                           const void* saved, const void* gate_up_proj, const void* down_proj, void* grad_states,
+                           float* grad_weight, void* grad_saved, void* activation, int64_t tokens, int64_t slots,
+                           int64_t experts, int64_t hidden, int64_t intermediate);
+
+// target [rows, outputs] = source [rows, inputs] * weight [outputs, inputs]^T + bias [outputs] (may be null).
+int moemb_linear_forward(int dtype, const void* source, int64_t source_stride, const void* weight, const void* bias,
+                         void* target, int64_t rows, int64_t outputs, int64_t inputs);
+
+// target [rows, inputs] = source [rows, outputs] * weight [outputs, inputs].
+int moemb_linear_backward(int dtype, const void* source, int64_t source_stride, const void* weight, void* target,
+                          int64_t rows, int64_t outputs, int64_t inputs);
+
 // ---- gated_delta_*.cpp, causal_conv.cpp ----------------------------------------------------------------------------
 
+// Inputs of the gated delta rule over packed segments. All strides count elements; features are contiguous. Any sizes of
+// the features up to 1024; `value_heads` is a multiple of `key_heads` and consecutive value heads share a key head.
+typedef struct {
+    int32_t dtype;  // of query, key, value, the output and their gradients: fp32, bf16 or fp16
+    int64_t tokens, segments;
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    const int32_t* cu_seqlens;                // segments + 1 rising offsets, from 0 to `tokens`
+    const void *query, *key, *value;          // (tokens, heads, dim)
+    int64_t query_token, key_token, value_token;  // distance of tokens
+    int64_t query_head, key_head, value_head;     // distance of heads
+    const float *decay, *beta;                // (tokens, value_heads), contiguous; log decay <= 0
+} MoembGatedDelta;
+
+// Queries and keys are L2-normalised (x / sqrt(sum x^2 + 1e-6)), queries scaled by key_dim^-0.5, the state starts at 0
+// in every segment, all arithmetic is fp32. A segment's bits depend on that segment alone. `output` and all gradients
+// are contiguous (tokens, heads, dim) of `dtype`, those of decay and beta fp32.
+int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, void* output);
+int moemb_cpu_gated_delta_backward(const MoembGatedDelta* inputs, const void* grad_output, void* grad_query,
+                                   void* grad_key, void* grad_value, float* grad_decay, float* grad_beta);
+
+// Depthwise causal convolution over packed segments; a tap never reaches across the start of a segment.
+typedef struct {
+    int32_t dtype, weight_dtype;  // fp32, bf16 or fp16 each
+    int64_t tokens, segments, channels, taps;  // 1 to 8 taps
+    const int32_t* cu_seqlens;
+    const void* hidden_states;  // (tokens, channels)
+    int64_t token;              // distance of tokens in elements; channels are contiguous
+    const void* weight;         // (channels, taps), contiguous, oldest tap first
+    int32_t silu;               // whether x * sigmoid(x) follows
+} MoembCausalConv;
+
+// fp32 sums; `output` (tokens, channels), contiguous, of `dtype`.
+int moemb_cpu_causal_conv(const MoembCausalConv* inputs, void* output);
+
+// grad_hidden (tokens, channels) of `dtype`; grad_weight (channels, taps) fp32, summed over blocks of 256 tokens in
+// order, or null.
+int moemb_cpu_causal_conv_backward(const MoembCausalConv* inputs, const void* grad_output, void* grad_hidden,
+                                   float* grad_weight);
+
 // ---- norms.cpp, rows.cpp, router.cpp, attention_*.cpp --------------------------------------------------------------
+
+// A read-only view of rows with contiguous features: row i starts at (i / inner) * outer_stride + (i % inner) *
+// inner_stride, counted in elements.
+typedef struct {
+    const void* data;
+    int64_t inner;
+    int64_t outer_stride;
+    int64_t inner_stride;
+    int32_t dtype;
+} MoembRows;
+
+// Outputs of all functions are contiguous. Every gradient of a weight is a sum over blocks of rows that depend on the
+// number of rows alone, added in order: the same bits for any number of threads.
+
+// y = x / sqrt(mean x^2 + eps) * (weight + offset); `weight` has `dim` features of `weight_dtype`.
+int moemb_cpu_rms_norm(MoembRows states, const void* weight, int32_t weight_dtype, float offset, int64_t rows,
+                       int64_t dim, float eps, void* output, int32_t output_dtype);
+
+// grad_states in the dtype of `states`; grad_weight is fp32 and may be null.
+int moemb_cpu_rms_norm_backward(MoembRows states, const void* weight, int32_t weight_dtype, float offset,
+                                MoembRows grad_output, int64_t rows, int64_t dim, float eps, void* grad_states,
+                                float* grad_weight);
+
+// y = x / sqrt(mean x^2 + eps) * weight * silu(gate), in the dtype of `gate`.
+int moemb_cpu_gated_rms_norm(MoembRows states, MoembRows gate, const void* weight, int32_t weight_dtype, int64_t rows,
+                             int64_t dim, float eps, void* output);
+
+// grad_states, grad_gate in the dtypes of `states`, `gate`; grad_weight is fp32 and may be null.
+int moemb_cpu_gated_rms_norm_backward(MoembRows states, MoembRows gate, const void* weight, int32_t weight_dtype,
+                                      MoembRows grad_output, int64_t rows, int64_t dim, float eps, void* grad_states,
+                                      void* grad_gate, float* grad_weight);
+
+// y = silu(gate) * up; both of one dtype, which the output has too.
+int moemb_cpu_swiglu(MoembRows gate, MoembRows up, int64_t rows, int64_t dim, void* output);
+
+int moemb_cpu_swiglu_backward(MoembRows gate, MoembRows up, MoembRows grad_output, int64_t rows, int64_t dim,
+                              void* grad_gate, void* grad_up);
+
+// Rotary embedding of the leading `rotary` features of (tokens, heads, dim) rows; `cos`, `sin` are (tokens, rotary)
+// fp32 with the given row stride. `backward` applies the transposed rotation.
+int moemb_cpu_rotary(MoembRows states, const float* cos, const float* sin, int64_t table_stride, int64_t tokens,
+                     int64_t heads, int64_t dim, int64_t rotary, int32_t backward, void* output,
+                     int32_t output_dtype);
+
+// The `k` largest of each row of fp32 logits in descending order (ties: lower index first; NaN counts as largest) and
+// softmax over the chosen ones.
+int moemb_cpu_top_k_router(const float* logits, int64_t row_stride, int64_t tokens, int64_t num_experts, int64_t k,
+                           int64_t* expert_index, float* weight);
+
+// grad_logits (tokens, num_experts) is written in full.
+int moemb_cpu_top_k_router_backward(const int64_t* expert_index, const float* weight, const float* grad_weight,
+                                    int64_t tokens, int64_t num_experts, int64_t k, float* grad_logits);
 
 #ifdef __cplusplus
 }
