@@ -1,0 +1,132 @@
+// Forward pass of the gated delta rule: one task per segment and key head walks the chunks with the states of its value
+// heads in the cache.
+#include "gated_delta.h"
+
+namespace moemb {
+namespace {
+
+struct Buffers {
+  float *key, *query;          // (chunk, key)
+  float* key_columns;          // (key, chunk): the keys transposed
+  float *key_key, *query_key;  // (chunk, chunk): their products, lower triangle
+  float *system, *attention;   // (chunk, chunk)
+  float *solved, *written;     // (chunk, value): t and u
+  float* out;                  // (chunk, value)
+  float* state;                // repeat x (key, value)
+  int chunk_row;
+  size_t floats;
+
+  Buffers(float* block, const Shape& shape, int chunk) {
+    Carver carver(block);
+    chunk_row = padded_row(chunk);
+    key = carver.take(chunk, shape.key_row);
+    query = carver.take(chunk, shape.key_row);
+    key_columns = carver.take(shape.key, chunk_row);
+    key_key = carver.take(chunk, chunk_row);
+    query_key = carver.take(chunk, chunk_row);
+    system = carver.take(chunk, chunk_row);
+    attention = carver.take(chunk, chunk_row);
+    solved = carver.take(chunk, shape.value_row);
+    written = carver.take(chunk, shape.value_row);
+    out = carver.take(chunk, shape.value_row);
+    state = carver.take(static_cast<size_t>(shape.repeat) * shape.key, shape.value_row);
+    floats = carver.used();
+  }
+};
+
+struct Chunk {
+  int64_t token;  // first one
+  int count;
+  bool first, last;
+};
+
+void load_keys(const MoembGatedDelta& p, const Shape& shape, int64_t head, const Chunk& chunk, Buffers& b) {
+  load_rows(p.dtype, p.key, chunk.token * p.key_token + head * p.key_head, p.key_token, chunk.count, shape.key_dim,
+            b.key, shape.key_row);
+  load_rows(p.dtype, p.query, chunk.token * p.query_token + head * p.query_head, p.query_token, chunk.count,
+            shape.key_dim, b.query, shape.key_row);
+  normalise_rows(b.key, shape.key_row, chunk.count, shape.key, 1.0f, nullptr);
+  normalise_rows(b.query, shape.key_row, chunk.count, shape.key, shape.query_scale, nullptr);
+  transpose_block(b.key, shape.key_row, chunk.count, shape.key, b.key_columns, b.chunk_row);
+  Product pairs{chunk.count, shape.key, round_up(chunk.count, kLanes), {b.key, shape.key_row, 1},
+                {b.key_columns, b.chunk_row}, b.key_key, b.chunk_row};
+  pairs.lower_only = true;
+  product(pairs);
+  pairs.left.data = b.query;
+  pairs.out = b.query_key;
+  product(pairs);
+}
+
+void value_head(const MoembGatedDelta& p, const Shape& shape, int64_t head, float* state, const Chunk& chunk,
+                Buffers& b, void* output) {
+  const int count = chunk.count;
+  const int64_t row = shape.value_row;
+  const int64_t scalars = chunk.token * p.value_heads + head;
+  Factors factors;
+  fill_factors(p.decay + scalars, p.beta + scalars, p.value_heads, count, factors);
+  fill_pairs(factors, count, b.chunk_row, b.key_key, b.query_key, b.system, b.attention, nullptr);
+
+  load_rows(p.dtype, p.value, chunk.token * p.value_token + head * p.value_head, p.value_token, count,
+            shape.value_dim, b.solved, row);
+  Product from_state{count, shape.key, shape.value, {b.key, shape.key_row, 1}, {state, row}, b.solved, row};
+  if (!chunk.first) {
+    from_state.scale = factors.minus_age;
+    from_state.keep = 1.0f;
+    product(from_state);
+    from_state.left.data = b.query;
+    from_state.out = b.out;
+    from_state.scale = factors.age;
+    from_state.keep = 0.0f;
+    product(from_state);
+  }
+  solve({count, shape.value, {b.system, b.chunk_row, 1}, factors.beta, 1, b.solved, b.written, row});
+
+  Product attend{count, count, shape.value, {b.attention, b.chunk_row, 1}, {b.written, row}, b.out, row};
+  attend.range = Inner::kUpToRow;
+  attend.keep = chunk.first ? 0.0f : 1.0f;
+  product(attend);
+  store_rows(b.out, row, count, shape.value_dim, p.dtype, output,
+             (chunk.token * p.value_heads + head) * shape.value_dim, p.value_heads * shape.value_dim);
+
+  if (chunk.last) return;
+  scale_rows(b.written, row, count, shape.value, factors.rest);
+  Product update{shape.key, count, shape.value, {b.key, 1, shape.key_row}, {b.written, row}, state, row};
+  update.keep = chunk.first ? 0.0f : factors.total;  // a total of 0 leaves nothing of the old state, whatever it holds
+  product(update);
+}
+
+void segment(const MoembGatedDelta& p, const Shape& shape, float* workspace, int64_t index, int64_t key_head,
+             void* output) {
+  const int begin = p.cu_seqlens[index], length = p.cu_seqlens[index + 1] - begin;
+  const int size = chunk_size(length);
+  Buffers buffers(workspace, shape, size);
+  for (int start = 0; start < length; start += size) {
+    const int count = length - start < size ? length - start : size;
+    const Chunk chunk{begin + start, count, start == 0, start + count == length};
+    load_keys(p, shape, key_head, chunk, buffers);
+    for (int h = 0; h < shape.repeat; ++h) {
+      float* state = buffers.state + static_cast<int64_t>(h) * shape.key * shape.value_row;
+      value_head(p, shape, key_head * shape.repeat + h, state, chunk, buffers, output);
+    }
+  }
+}
+
+Scratch& scratch() {
+  static thread_local Scratch memory;
+  return memory;
+}
+
+}  // namespace
+}  // namespace moemb
+
+extern "C" int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, void* output) {
+  using namespace moemb;
+  const int status = check_arguments(*inputs);
+  if (status != MOEMB_OK) return status;
+  const Shape shape(*inputs);
+  const int longest = longest_segment(*inputs);
+  const size_t floats = Buffers(nullptr, shape, longest < kChunk ? longest : kChunk).floats;
+  return run_tasks(*inputs, floats, scratch, [&](float* workspace, int64_t index, int64_t key_head) {
+    segment(*inputs, shape, workspace, index, key_head, output);
+  });
+}
