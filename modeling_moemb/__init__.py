@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
 from .configuration_moemb import MoEMBConfig, validate_adaptive_compute
+from .kernels_moemb import kernels_report, use_kernels
 from .modeling_moemb import MoEMBModel, MoEMBOutput, MoEMBPreTrainedModel
 from .processing_moemb import MoEMBProcessor
 
@@ -17,5 +18,7 @@ __all__ = [
     "MoEMBOutput",
     "MoEMBPreTrainedModel",
     "MoEMBProcessor",
+    "kernels_report",
+    "use_kernels",
     "validate_adaptive_compute",
 ]

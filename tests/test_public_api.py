@@ -16,6 +16,8 @@ PUBLIC = [
     "MoEMBOutput",
     "MoEMBPreTrainedModel",
     "MoEMBProcessor",
+    "kernels_report",
+    "use_kernels",
     "validate_adaptive_compute",
 ]
 
@@ -31,7 +33,7 @@ def test_public_names_are_documented(name):
 
 
 def test_verbs():
-    assert list(cli.VERBS) == ["data", "train", "evaluate", "convert", "quickstart"]
+    assert list(cli.VERBS) == ["data", "train", "evaluate", "convert", "kernels", "quickstart"]
 
 
 def test_model_type_and_ancestry():

@@ -22,6 +22,7 @@ VERBS = {
     "train": "train",
     "evaluate": "evaluation",
     "convert": "convert",
+    "kernels": "kernels",
     "quickstart": "quickstart",
 }
 

@@ -64,7 +64,7 @@ def add_op_namespace_prefix(op_name: str) -> str:
     return f"{{_NAMESPACE}}::{{op_name}}"
 '''
 # The layout that releases of `kernels` before 0.12 look for.
-OLD_LAYOUT = '''"""The module for old releases of `kernels`, which look for it in this folder; written by the stager."""
+OLD_LAYOUT = '''"""The module for old releases of `kernels`, which look for it here; written by the stager."""
 
 import importlib.util
 import sys
@@ -291,9 +291,13 @@ def repositories(names: list[str]) -> list[Path]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repos", nargs="*", help="folder names below hub_kernels/ (default: all)")
-    parser.add_argument("--install", action="store_true", help="copy into this environment; a failed build is not fatal")
+    parser.add_argument(
+        "--install", action="store_true", help="copy into this environment; a failed build is not fatal"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="compilers at a time (default: 1)")
-    parser.add_argument("--leave-out", action="append", default=[], metavar="GLOB", help="do not compile these sources")
+    parser.add_argument(
+        "--leave-out", action="append", default=[], metavar="GLOB", help="do not compile these sources"
+    )
     args = parser.parse_args(argv)
     try:
         for repo in repositories(args.repos):

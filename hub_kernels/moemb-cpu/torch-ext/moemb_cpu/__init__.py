@@ -4,8 +4,7 @@ import importlib
 from pathlib import Path
 
 from . import layers
-from ._ops import ops
-from .cpu import isa, limit_isa
+from .cpu import isa, isa_level, limit_isa
 
 
 # family -> operators; each family module offers `<op>` and `supports_<op>(*tensors) -> bool`
@@ -36,7 +35,7 @@ def supports(op: str, *tensors) -> bool:
         tensors (`torch.Tensor`): the op's tensor arguments in order.
     """
     check = _SUPPORTS.get(op)
-    return check is not None and ops.isa() > 0 and check(*tensors)
+    return check is not None and isa_level() > 0 and check(*tensors)
 
 
 __all__ = ["isa", "layers", "limit_isa", "supports", *_SUPPORTS]
