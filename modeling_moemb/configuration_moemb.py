@@ -1,49 +1,16 @@
 """Configuration of MoEMB: a Qwen3.5-MoE configuration plus what turns the backbone into an embedder."""
 
-from typing import Any
-
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5MoeVisionConfig,
 )
 
+from .settings_moemb import validate_adaptive_compute
+
 
 POOLING_MODES = ("emb", "last")
 EXPERTS_BACKENDS = ("grouped", "loop")
-ADAPTIVE_COMPUTE_KEYS = ("top_k",)
-
-
-def validate_adaptive_compute(settings: dict[str, Any] | None, num_experts_per_tok: int) -> dict[str, Any] | None:
-    """Check a compute budget and return a copy of it, so that a typo never silently means "full compute".
-
-    Args:
-        settings (`dict`, *optional*):
-            `top_k` (`int`): routed experts per token, from 1 to the checkpoint's `num_experts_per_tok`; the kept
-            routing weights are renormalised. `None` or `{}` means full compute.
-        num_experts_per_tok (`int`):
-            Routed experts per token of the checkpoint.
-
-    Raises:
-        TypeError: if `settings` is not a mapping.
-        ValueError: for an unknown key or a value out of range; names the key, the value and what is allowed.
-    """
-    if settings is None:
-        return None
-    if not isinstance(settings, dict):
-        raise TypeError(f"`adaptive_compute` must be a dict or None, got {type(settings).__name__}: {settings!r}")
-    unknown = sorted(set(settings) - set(ADAPTIVE_COMPUTE_KEYS))
-    if unknown:
-        raise ValueError(f"unknown `adaptive_compute` keys {unknown}; known keys: {list(ADAPTIVE_COMPUTE_KEYS)}")
-    top_k = settings.get("top_k")
-    if top_k is not None and (
-        isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_experts_per_tok
-    ):
-        raise ValueError(
-            f"`adaptive_compute['top_k']` must be an integer from 1 to {num_experts_per_tok} "
-            f"(the checkpoint's experts per token), got {top_k!r}"
-        )
-    return dict(settings)
 
 
 class MoEMBConfig(Qwen3_5MoeConfig):
@@ -86,7 +53,7 @@ class MoEMBConfig(Qwen3_5MoeConfig):
         vocab_size = self.text_config.vocab_size
         if self.emb_token_id is not None and not 0 <= self.emb_token_id < vocab_size:
             raise ValueError(f"`emb_token_id`={self.emb_token_id} is outside the vocabulary of {vocab_size} tokens")
-        validate_adaptive_compute(self.adaptive_compute, self.text_config.num_experts_per_tok)
+        self.adaptive_compute = validate_adaptive_compute(self.adaptive_compute, self.text_config)
 
 
 __all__ = ["MoEMBConfig", "validate_adaptive_compute"]

@@ -8,24 +8,18 @@ padding; an item's vector does not depend on its batch; there is no cache, becau
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
-    Qwen3_5MoeTextRotaryEmbedding,
-)
 from transformers.utils import ModelOutput
 
+from .adaptive_moemb import ComputeDial, draws_random
+from .compute_moemb import ComputeRecord
 from .configuration_moemb import MoEMBConfig, validate_adaptive_compute
-from .elementwise_moemb import MoEMBRMSNorm
-from .experts_moemb import MoEMBSparseMoeBlock
-from .layout_moemb import PackedLayout
-from .mixers_moemb import MoEMBAttention, MoEMBGatedDeltaNet
+from .decoder_moemb import DecoderOutput, MoEMBTextModel
 from .packing_moemb import IMAGE, TEXT, VIDEO, PackedTokens, pack_batch
 from .pretrained_moemb import MoEMBPreTrainedModel
-from .routing_moemb import uniform_top_k
+from .pruning_moemb import fingerprints
 from .vision_moemb import MoEMBVisionModel
 
 
@@ -34,16 +28,21 @@ class MoEMBOutput(ModelOutput):
     """
     Args:
         last_hidden_state (`torch.FloatTensor` of shape `(batch, sequence, hidden)`, *optional*):
-            Final-normed token states, zero at padding. Absent with `pooled_only=True`; with `packed_hidden=True` it
-            has shape `(tokens, hidden)` instead.
+            Final-normed token states, zero at padding and at dropped tokens. Absent with `pooled_only=True`; with
+            `packed_hidden=True` it has shape `(tokens, hidden)` instead.
         pooler_output (`torch.FloatTensor` of shape `(items, hidden)`):
             Final-normed state of each item's pooled token, not L2-normalised.
         router_logits (`tuple(torch.FloatTensor)` of `(tokens, num_experts)`, *optional*):
-            fp32 logits of every decoder block over the packed tokens (the last block only over the pooled tokens
-            when `pooled_only=True`).
+            fp32 logits of every decoder block over the packed tokens that are alive there (the last block only over
+            the pooled tokens when `pooled_only=True`).
         hidden_states (`tuple(torch.FloatTensor)` of `(batch, sequence, hidden)`, *optional*):
-            Token states before each block and after the last one.
+            Token states before each block and after the last one, zero at padding and at dropped tokens.
         packed (`PackedTokens`, *optional*): the packing of the rows, with `packed_hidden=True`.
+        compute (`ComputeRecord`, *optional*): what was executed, with `output_compute=True`; see `count_flops`.
+        keep_mask (`torch.BoolTensor` of shape `(batch, sequence)`, *optional*): the tokens that were alive in the last
+            block, with `output_compute=True`.
+        beta (`tuple(torch.FloatTensor)` of `(batch, sequence, value_heads)`, *optional*): write strengths in every
+            Gated DeltaNet block, fp32, zero at padding and at dropped tokens, with `output_beta=True`.
     """
 
     last_hidden_state: torch.FloatTensor | None = None
@@ -51,94 +50,9 @@ class MoEMBOutput(ModelOutput):
     router_logits: tuple[torch.FloatTensor, ...] | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     packed: PackedTokens | None = None
-
-
-class MoEMBDecoderLayer(GradientCheckpointingLayer):
-    """One decoder block over packed tokens: mixer, then experts."""
-
-    def __init__(self, config, layer_idx: int, experts_backend: str):
-        super().__init__()
-        self.block_type = config.layer_types[layer_idx]
-        if self.block_type == "linear_attention":
-            self.linear_attn = MoEMBGatedDeltaNet(config, layer_idx)
-        else:
-            self.self_attn = MoEMBAttention(config, layer_idx)
-        self.mlp = MoEMBSparseMoeBlock(config, experts_backend)
-        self.input_layernorm = MoEMBRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = MoEMBRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        packed: PackedTokens,
-        layout: PackedLayout,
-        position_embeddings: tuple[Tensor, Tensor],
-        top_k: int | None = None,
-        output_rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the block on `(tokens, hidden)` rows.
-
-        With `output_rows` (`(items,)`, the last row of each item) only those rows are returned, and everything after
-        the token mixing is computed for them alone. Returns the new states and the router logits.
-        """
-        normed = self.input_layernorm(hidden_states)
-        if self.block_type == "linear_attention":
-            mixed, _ = self.linear_attn(normed, packed, layout)
-            if output_rows is not None:
-                mixed = mixed[output_rows]
-        else:
-            mixed = self.self_attn(normed, position_embeddings, layout, output_rows)
-        if output_rows is not None:
-            hidden_states = hidden_states[output_rows]
-        hidden_states = hidden_states + mixed
-        policy = None if top_k is None else partial(uniform_top_k, top_k=top_k)
-        routed, router_logits = self.mlp(self.post_attention_layernorm(hidden_states), policy)
-        return hidden_states + routed, router_logits
-
-
-class MoEMBTextModel(MoEMBPreTrainedModel):
-    """The packed decoder."""
-
-    input_modalities = ("text",)
-
-    def __init__(self, config, experts_backend: str = "grouped"):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(
-            [MoEMBDecoderLayer(config, index, experts_backend) for index in range(config.num_hidden_layers)]
-        )
-        self.norm = MoEMBRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3_5MoeTextRotaryEmbedding(config=config)
-        self.gradient_checkpointing = False
-        self.post_init()
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        packed: PackedTokens,
-        top_k: int | None = None,
-        output_rows: Tensor | None = None,
-        keep_all: bool = False,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Decode `(tokens, hidden)` packed embeddings.
-
-        Returns:
-            The final-normed states, the router logits of every block, and (with `keep_all`) the states before each
-            block.
-        """
-        cos, sin = self.rotary_emb(hidden_states, packed.position_ids[:, None])
-        position_embeddings = (cos[0], sin[0])
-        layout = PackedLayout(packed.lengths, hidden_states.device)
-        router_logits, states = [], []
-        for index, layer in enumerate(self.layers):
-            if keep_all:
-                states.append(hidden_states)
-            rows = output_rows if index == len(self.layers) - 1 else None
-            hidden_states, logits = layer(hidden_states, packed, layout, position_embeddings, top_k, rows)
-            router_logits.append(logits)
-        # a model spread over devices ends on another one than it started on
-        home = packed.segment.device
-        return self.norm(hidden_states).to(home), [logits.to(home) for logits in router_logits], states
+    compute: ComputeRecord | None = None
+    keep_mask: torch.BoolTensor | None = None
+    beta: tuple[torch.FloatTensor, ...] | None = None
 
 
 class MoEMBModel(MoEMBPreTrainedModel):
@@ -182,7 +96,7 @@ class MoEMBModel(MoEMBPreTrainedModel):
 
     def set_adaptive_compute(self, settings: dict | None) -> None:
         """Set the default compute budget of this model (`None`: full compute); saved with the configuration."""
-        self.config.adaptive_compute = validate_adaptive_compute(settings, self.config.text_config.num_experts_per_tok)
+        self.config.adaptive_compute = validate_adaptive_compute(settings, self.config.text_config)
 
     def forward(
         self,
@@ -201,6 +115,8 @@ class MoEMBModel(MoEMBPreTrainedModel):
         output_hidden_states: bool | None = None,
         pooled_only: bool = False,
         packed_hidden: bool = False,
+        output_compute: bool = False,
+        output_beta: bool = False,
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
         use_cache: bool | None = None,
@@ -231,6 +147,8 @@ class MoEMBModel(MoEMBPreTrainedModel):
             pooled_only (`bool`, defaults to `False`): return only `pooler_output`; the last block then computes
                 queries, experts and norm for the pooled tokens alone (same vectors).
             packed_hidden (`bool`, defaults to `False`): return `last_hidden_state` packed, `(tokens, hidden)`.
+            output_compute (`bool`, defaults to `False`): also return what was executed and which tokens were kept.
+            output_beta (`bool`, defaults to `False`): also return the write strengths.
             output_attentions (`bool`, *optional*): attention weights are never formed; `True` is refused.
             use_cache (`bool`, *optional*): nothing is generated; without effect.
             cu_seq_lens_k, max_length_q, max_length_k, seq_idx (*optional*): come with `cu_seq_lens_q` from
@@ -247,52 +165,68 @@ class MoEMBModel(MoEMBPreTrainedModel):
             argument is not None for argument in (cu_seq_lens_k, max_length_q, max_length_k, seq_idx)
         ):
             raise ValueError("a flattened batch needs `cu_seq_lens_q`: it says where each item starts")
-        text_config = self.config.text_config
-        if adaptive_compute is None:
-            adaptive_compute = self.config.adaptive_compute
-        budget = validate_adaptive_compute(adaptive_compute, text_config.num_experts_per_tok) or {}
         modality = self._modality(input_ids, inputs_embeds, mm_token_type_ids)
-        packed = pack_batch(
-            modality,
-            attention_mask,
-            cu_seq_lens_q,
-            {IMAGE: image_grid_thw, VIDEO: video_grid_thw},
-            self.config.vision_config.spatial_merge_size,
-            position_ids,
-        )
+        grids = {IMAGE: image_grid_thw, VIDEO: video_grid_thw}
+        merge = self.config.vision_config.spatial_merge_size
+        packed = pack_batch(modality, attention_mask, cu_seq_lens_q, grids, merge, position_ids)
         if input_ids is not None:
-            hidden_states = self.get_input_embeddings()(self._checked_ids(input_ids, packed))
+            embeddings = self.get_input_embeddings()(self._checked_ids(input_ids, packed))
         else:
-            hidden_states = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])[packed.source]
-        hidden_states = self._insert_media(hidden_states, packed.modality, IMAGE, pixel_values, image_grid_thw)
-        hidden_states = self._insert_media(hidden_states, packed.modality, VIDEO, pixel_values_videos, video_grid_thw)
-        pooled_rows = self._pooled_rows(input_ids, packed)
+            embeddings = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])[packed.source]
+        pixels = {IMAGE: pixel_values, VIDEO: pixel_values_videos}
+        hidden_states = embeddings
+        for kind in (IMAGE, VIDEO):
+            hidden_states = self._insert_media(hidden_states, packed.modality, kind, pixels[kind], grids[kind])
+        self._check_pooled(input_ids, packed)
 
+        given = self.config.adaptive_compute if adaptive_compute is None else adaptive_compute
+        budget = validate_adaptive_compute(given, self.config.text_config) or {}
+        dial = None
+        if budget or output_compute or output_beta:
+            words = None
+            if draws_random(budget):
+                words = self._words(embeddings if input_ids is None else input_ids, packed, pixels)
+            dial = ComputeDial(budget, self.config.text_config, packed, words, output_compute, output_beta)
         pooled_last = pooled_only and not output_hidden_states
-        final, router_logits, states = self.language_model(
-            hidden_states,
-            packed,
-            budget.get("top_k"),
-            pooled_rows if pooled_last else None,
-            bool(output_hidden_states),
-        )
-        batch_size, sequence_length = modality.shape
-        if packed_hidden:
-            last_hidden_state = None if pooled_only else final
-        else:
-            last_hidden_state = None if pooled_only else packed.unpack(final, batch_size, sequence_length)
-        if output_router_logits is None:
-            output_router_logits = text_config.output_router_logits
-        output = MoEMBOutput(
-            last_hidden_state=last_hidden_state,
-            pooler_output=final if pooled_last else final[pooled_rows],
-            router_logits=tuple(router_logits) if output_router_logits else None,
-            hidden_states=tuple(packed.unpack(state, batch_size, sequence_length) for state in [*states, final])
-            if output_hidden_states
-            else None,
-            packed=packed if packed_hidden else None,
-        )
+        decoded = self.language_model(hidden_states, packed, dial, pooled_last, bool(output_hidden_states))
+        output = self._output(decoded, dial, modality.shape, pooled_only, pooled_last, packed_hidden)
+        if output.compute is not None:
+            present = [grid for grid in grids.values() if grid is not None]
+            output.compute.grids = [tuple(row) for grid in present for row in grid.tolist()]
+        if output_router_logits or (output_router_logits is None and self.config.text_config.output_router_logits):
+            output.router_logits = tuple(decoded.router_logits)
         return output.to_tuple() if return_dict is False else output
+
+    def _output(
+        self,
+        decoded: DecoderOutput,
+        dial: ComputeDial | None,
+        shape: tuple[int, int],
+        pooled_only: bool,
+        pooled_last: bool,
+        packed_hidden: bool,
+    ) -> MoEMBOutput:
+        """What the caller sees, on the padded batch of `shape`; `pooled_last`: the last block ran for that alone."""
+        packed, final = decoded.packed, decoded.final
+        last_hidden_state = hidden_states = keep_mask = None
+        if not pooled_only:
+            last_hidden_state = final if packed_hidden else packed.unpack(final, *shape)
+        if decoded.states:
+            hidden_states = tuple(rows.unpack(state, *shape) for state, rows in [*decoded.states, (final, packed)])
+        record = None if dial is None else dial.record
+        if record is not None:
+            keep_mask = torch.zeros(shape, dtype=torch.bool, device=packed.source.device)
+            keep_mask.view(-1)[packed.source] = True
+        betas = None if dial is None else dial.betas
+        return MoEMBOutput(
+            last_hidden_state=last_hidden_state,
+            pooler_output=final if pooled_last else final[packed.cu_seqlens[1:].long() - 1],
+            hidden_states=hidden_states,
+            packed=packed if packed_hidden else None,
+            compute=record,
+            keep_mask=keep_mask,
+            beta=None if betas is None else tuple(rows.unpack(beta, *shape) for beta, rows in betas),
+        )
 
     def get_image_features(self, pixel_values: Tensor, image_grid_thw: torch.LongTensor) -> Tensor:
         """Merged vision tokens of images, `(tokens, hidden)`."""
@@ -324,6 +258,16 @@ class MoEMBModel(MoEMBPreTrainedModel):
             raise ValueError(f"item {item} holds the token id {token}, outside the vocabulary of {size} tokens")
         return ids
 
+    def _words(self, content: Tensor, packed: PackedTokens, pixels: dict[int, Tensor | None]) -> Tensor:
+        """A number for what each packed token is: its id (or the bits of its embedding), or those of its pixels."""
+        floating = content.is_floating_point()
+        words = fingerprints(content) if floating else content.reshape(-1)[packed.source].long()
+        for kind, patches in pixels.items():
+            rows = (packed.modality == kind).nonzero().squeeze(1)
+            if patches is not None and len(rows):
+                words = words.index_copy(0, rows, fingerprints(patches).view(len(rows), -1).sum(1))
+        return words
+
     def _insert_media(
         self, hidden_states: Tensor, modality: Tensor, kind: int, pixels: Tensor | None, grid: Tensor | None
     ) -> Tensor:
@@ -344,10 +288,11 @@ class MoEMBModel(MoEMBPreTrainedModel):
             )
         return hidden_states.index_copy(0, rows, features)
 
-    def _pooled_rows(self, input_ids: Tensor | None, packed: PackedTokens) -> Tensor:
-        last = packed.cu_seqlens[1:].long() - 1
+    def _check_pooled(self, input_ids: Tensor | None, packed: PackedTokens) -> None:
+        """The pooled token is the last one of its item; with `pooling="emb"` it must be `<emb>`."""
         if self.config.pooling == "last" or input_ids is None:
-            return last
+            return
+        last = packed.cu_seqlens[1:].long() - 1
         if self.config.emb_token_id is None:
             raise ValueError("`pooling='emb'` needs `config.emb_token_id`; set it, or use `pooling='last'`")
         is_emb = input_ids.reshape(-1)[packed.source] == self.config.emb_token_id
@@ -359,7 +304,6 @@ class MoEMBModel(MoEMBPreTrainedModel):
                 f"item {item} must hold the `<emb>` token (id {self.config.emb_token_id}) exactly once, as its last "
                 "token: build inputs with the model's processor, or use `pooling='last'`"
             )
-        return last
 
 
 __all__ = ["MoEMBModel", "MoEMBOutput", "MoEMBPreTrainedModel", "MoEMBTextModel"]

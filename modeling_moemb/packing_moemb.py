@@ -67,12 +67,12 @@ class PackedTokens:
                 f"`keep` must be a bool tensor of shape {tuple(self.segment.shape)}, "
                 f"got {keep.dtype} {tuple(keep.shape)}"
             )
-        index = keep.nonzero().squeeze(1)
-        segment = self.segment[index]
-        counts = torch.bincount(segment, minlength=self.num_items)
-        lengths = counts.tolist()
+        counts = torch.zeros(self.num_items, dtype=torch.long, device=keep.device)
+        counts = counts.index_add(0, self.segment, keep.long())
+        lengths = counts.tolist()  # the one synchronisation with the device
         if 0 in lengths:
             raise ValueError(f"item {lengths.index(0)} would lose all its tokens")
+        index = torch.nonzero_static(keep, size=sum(lengths)).squeeze(1)
         return (
             replace(
                 self,
@@ -80,7 +80,7 @@ class PackedTokens:
                 lengths=lengths,
                 position_ids=self.position_ids[:, index],
                 modality=self.modality[index],
-                segment=segment,
+                segment=self.segment[index],
                 source=self.source[index],
             ),
             index,

@@ -5,9 +5,13 @@ pairs that survive. A skipped slot carries the sentinel expert `num_experts` and
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .kernels_moemb import kernel
+from .settings_moemb import MODALITY_NAMES
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Routing:
     weight: Tensor
     num_experts: int
 
+    @property
+    def skipped(self) -> Tensor:
+        """`torch.BoolTensor` of shape `(tokens, slots)`: the slots that run no expert."""
+        return self.expert_index == self.num_experts
+
     def skip(self, slots: Tensor) -> "Routing":
         """Skip the slots where `slots` (`torch.BoolTensor` of shape `(tokens, slots)`) is true; no renormalisation."""
         return Routing(
@@ -42,6 +51,10 @@ def route(router_logits: Tensor, top_k: int, dtype: torch.dtype) -> Routing:
         top_k (`int`): experts per token.
         dtype (`torch.dtype`): dtype of the returned weights.
     """
+    run = kernel("top_k_router", router_logits)
+    if run is not None:
+        expert_index, weight = run(router_logits, top_k)
+        return Routing(expert_index, weight.to(dtype), router_logits.shape[-1])
     probabilities = torch.softmax(router_logits.float(), dim=-1)
     weight, expert_index = torch.topk(probabilities, top_k, dim=-1)
     weight = weight / weight.sum(dim=-1, keepdim=True)
@@ -63,3 +76,86 @@ def uniform_top_k(routing: Routing, top_k: int) -> Routing:
     expert_index = routing.expert_index.gather(1, order)
     total = weight.sum(dim=-1, keepdim=True)
     return Routing(expert_index, weight / total.clamp_min(torch.finfo(weight.dtype).tiny), routing.num_experts)
+
+
+def top_k_per_token(routing: Routing, top_k: Tensor) -> Routing:
+    """Keep each token's own number of heaviest slots and renormalise them.
+
+    Args:
+        routing (`Routing`): the routing.
+        top_k (`torch.LongTensor` of shape `(tokens,)`): slots to keep; a token with no more than that is untouched.
+    """
+    return renormalised(routing, _rank(routing.weight, routing.skipped) >= top_k[:, None])
+
+
+def random_top_k(routing: Routing, top_k: int, key: Tensor) -> Routing:
+    """Keep `top_k` of each token's slots, drawn at random, and renormalise them: the control of [`uniform_top_k`].
+
+    Args:
+        routing (`Routing`): the routing.
+        top_k (`int`): slots to keep; a token with no more than that is untouched.
+        key (`torch.Tensor` of shape `(tokens, slots)`): random numbers; the largest win.
+    """
+    return renormalised(routing, _rank(key, routing.skipped) >= top_k)
+
+
+def skip_below_threshold(
+    routing: Routing, scale: Tensor, tau: Tensor, min_experts: Tensor, renormalise: bool = False
+) -> Routing:
+    """Skip the slots whose weight times the layer's scale is below a threshold (MoDES, arXiv 2511.15690).
+
+    Args:
+        routing (`Routing`): the routing.
+        scale, tau (`torch.FloatTensor` of shape `(tokens,)`): the layer's scale and the threshold of each token.
+        min_experts (`torch.LongTensor` of shape `(tokens,)`): how many of a token's heaviest slots are never skipped.
+        renormalise (`bool`, defaults to `False`): scale the kept weights of a token to sum to 1.
+    """
+    below = routing.weight.float() * scale[:, None] < tau[:, None]
+    below = below & (_rank(routing.weight, routing.skipped) >= min_experts[:, None])
+    return renormalised(routing, below) if renormalise else routing.skip(below)
+
+
+def renormalised(routing: Routing, slots: Tensor) -> Routing:
+    """Skip slots and scale what a token keeps to sum to 1; tokens that lose nothing keep their weights bit by bit."""
+    lost = (slots & ~routing.skipped).any(dim=-1, keepdim=True)
+    left = routing.skip(slots)
+    total = left.weight.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(left.weight.dtype).tiny)
+    return Routing(left.expert_index, torch.where(lost, left.weight / total, left.weight), routing.num_experts)
+
+
+def expert_budget(budget: dict[str, Any], slots: int) -> list[int]:
+    """Experts per text, image and video token before the policies that look at the token."""
+    given = budget.get("per_modality") or {}
+    return [given.get(name, budget.get("top_k", slots)) for name in MODALITY_NAMES]
+
+
+def tiered_experts(base: Any, low: Any, rank: Any, size: Any) -> Any:
+    """From `base` experts at rank 0 down to `low` at the last rank, rounded to the nearest, halves up.
+
+    Takes integers or `torch.LongTensor`s; a token that has no other to be compared with gets `base`.
+    """
+    steps = size - 1
+    last = steps.clamp_min(1) if isinstance(steps, Tensor) else max(steps, 1)
+    quantile = 2 * (base - low) * (steps - rank) + steps
+    if isinstance(size, Tensor):
+        return torch.where(steps == 0, base, low + quantile // (2 * last))
+    return base if steps == 0 else low + quantile // (2 * last)
+
+
+def _rank(key: Tensor, skipped: Tensor) -> Tensor:
+    """Rank of each slot in its token, 0 for the largest key; ties by slot, skipped slots last."""
+    order = key.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(1, skipped.gather(1, order).long().argsort(dim=-1, stable=True))
+    return order.argsort(dim=-1)
+
+
+__all__ = [
+    "Routing",
+    "expert_budget",
+    "random_top_k",
+    "route",
+    "skip_below_threshold",
+    "tiered_experts",
+    "top_k_per_token",
+    "uniform_top_k",
+]

@@ -1,0 +1,199 @@
+"""The settings of the compute dial: what `adaptive_compute` may hold, checked when it is set or loaded."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+MODALITY_NAMES = ("text", "image", "video")
+VISUAL_NAMES = ("image", "video")
+PRUNING_SCORES = ("beta", "attention", "random", "uniform")
+PRUNING_SCOPES = ("item", "image")
+# the kind of block that a score is read from
+SCORE_BLOCKS = {"beta": "linear_attention", "attention": "full_attention"}
+
+KEYS = ("top_k", "random_k", "per_modality", "tiered_top_k", "modes", "token_pruning", "seed")
+MODES_KEYS = ("layer_scales", "tau", "min_experts", "min_experts_emb", "renormalise")
+PRUNING_KEYS = ("layer", "keep", "budget", "modalities", "scope", "score")
+TIER_KEYS = ("layer", "min")
+
+
+def validate_adaptive_compute(settings: dict[str, Any] | None, text_config: Any) -> dict[str, Any] | None:
+    """Check a compute budget and return a copy of it, so that a typo never silently means "full compute".
+
+    All parts compose. Expert policies apply in the order of this list, each to the pairs the ones before left.
+
+    Args:
+        settings (`dict`, *optional*): `None` or `{}` means full compute. Keys, all optional:
+
+            - `top_k` (`int`): routed experts per token, from 1 to the checkpoint's `num_experts_per_tok`; the kept
+              routing weights are renormalised.
+            - `per_modality` (`dict`): the same for `"text"`, `"image"` and `"video"` tokens; stands over `top_k`.
+            - `tiered_top_k` (`dict`): after decoder block `layer`, tokens get between `min` and their own number of
+              experts by the rank of their beta among the item's tokens of their modality; `<emb>` keeps its number.
+            - `random_k` (`int`): a control: so many of each token's chosen experts, drawn at random, renormalised.
+            - `modes` (`dict`): skip the experts whose weight times the layer's scale is below a threshold (MoDES,
+              arXiv 2511.15690). `tau` (a number of at least 0, or one per modality, absent ones 0), `layer_scales`
+              (one number of at least 0 per decoder block, or such a list for each of the three modalities; by
+              default `1 / num_hidden_layers`), `min_experts` (by default 0) and `min_experts_emb` (for `<emb>`; by
+              default 1): how many of a token's heaviest experts are never skipped, `renormalise` (by default
+              `False`): whether the kept weights are scaled to sum to 1.
+            - `token_pruning` (`dict`): drop image and video tokens after decoder block `layer` (the number of blocks
+              that see all tokens). Either `keep` (a fraction, above 0 and at most 1) or `budget` (a number of tokens,
+              at least 1), each also as one per modality, absent ones whole; `modalities` (by default
+              `["image", "video"]`); `scope`: `"item"` ranks all images of an item together, and all video frames,
+              `"image"` ranks inside each image and frame and leaves each at least one token; `score`: `"beta"`, or
+              the controls `"attention"` (mean attention received), `"random"`, `"uniform"` (every n-th token).
+            - `seed` (`int`, by default 0): another draw of what is random.
+        text_config (`Qwen3_5MoeTextConfig`): the decoder's configuration, which bounds the values.
+
+    Raises:
+        TypeError: if `settings` is not a mapping.
+        ValueError: for an unknown key or a value out of range; names the key, the value and what is allowed.
+    """
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise TypeError(f"`adaptive_compute` must be a dict or None, got {type(settings).__name__}: {settings!r}")
+    _check_keys(settings, "", KEYS)
+    settings = {key: copy.deepcopy(value) for key, value in settings.items() if value is not None}
+    most, blocks = text_config.num_experts_per_tok, text_config.num_hidden_layers
+
+    def experts(value: Any, name: str) -> None:
+        _check_integer(value, name, 1, most, " (the checkpoint's experts per token)")
+
+    for key in ("top_k", "random_k"):
+        if key in settings:
+            experts(settings[key], f"['{key}']")
+    if "per_modality" in settings:
+        _check_mapping(settings["per_modality"], "['per_modality']", MODALITY_NAMES)
+        _check_each(settings["per_modality"], "['per_modality']", experts)
+    if "tiered_top_k" in settings:
+        tier = settings["tiered_top_k"]
+        _check_mapping(tier, "['tiered_top_k']", TIER_KEYS, required=TIER_KEYS)
+        experts(tier["min"], "['tiered_top_k']['min']")
+        _check_layer(tier["layer"], "['tiered_top_k']['layer']", text_config, "beta")
+    if "modes" in settings:
+        _check_modes(settings["modes"], most, blocks)
+    if "token_pruning" in settings:
+        _check_pruning(settings["token_pruning"], text_config)
+    if "seed" in settings:
+        _check_integer(settings["seed"], "['seed']", 0, 2**31 - 1)
+    return settings
+
+
+def _check_modes(modes: Any, most: int, blocks: int) -> None:
+    name = "['modes']"
+    _check_mapping(modes, name, MODES_KEYS, required=("tau",))
+    _check_one_or_each(modes["tau"], f"{name}['tau']", MODALITY_NAMES, _check_not_negative)
+    scales = modes.get("layer_scales")
+    if scales is not None:
+        by_modality = isinstance(scales, dict)
+        if by_modality:
+            _check_mapping(scales, f"{name}['layer_scales']", MODALITY_NAMES, required=MODALITY_NAMES)
+        for key, values in scales.items() if by_modality else [(None, scales)]:
+            where = f"{name}['layer_scales']" + (f"['{key}']" if by_modality else "")
+            if not isinstance(values, (list, tuple)) or len(values) != blocks:
+                _refuse(where, f"a list of {blocks} numbers, one for each decoder block", values)
+            for index, value in enumerate(values):
+                _check_not_negative(value, f"{where}[{index}]")
+    for key in ("min_experts", "min_experts_emb"):
+        if key in modes:
+            _check_integer(modes[key], f"{name}['{key}']", 0, most, " (the checkpoint's experts per token)")
+    if not isinstance(modes.get("renormalise", False), bool):
+        _refuse(f"{name}['renormalise']", "true or false", modes["renormalise"])
+
+
+def _check_pruning(pruning: Any, text_config: Any) -> None:
+    name = "['token_pruning']"
+    _check_mapping(pruning, name, PRUNING_KEYS, required=("layer",))
+    score, scope = pruning.get("score", "beta"), pruning.get("scope", "item")
+    if score not in PRUNING_SCORES:
+        _refuse(f"{name}['score']", f"one of {list(PRUNING_SCORES)}", score)
+    if scope not in PRUNING_SCOPES:
+        _refuse(f"{name}['scope']", f"one of {list(PRUNING_SCOPES)}", scope)
+    _check_layer(pruning["layer"], f"{name}['layer']", text_config, score)
+    if ("keep" in pruning) == ("budget" in pruning):
+        _refuse(name, "given exactly one of 'keep' (a fraction) and 'budget' (a number of tokens)", pruning)
+    key = "keep" if "keep" in pruning else "budget"
+    check = _check_fraction if key == "keep" else _check_budget
+    _check_one_or_each(pruning[key], f"{name}['{key}']", VISUAL_NAMES, check)
+    modalities = pruning.get("modalities")
+    if modalities is None:
+        return
+    if isinstance(pruning[key], dict):
+        _refuse(f"{name}['modalities']", f"left out when '{key}' names the modalities", modalities)
+    if not isinstance(modalities, (list, tuple)) or not modalities or any(m not in VISUAL_NAMES for m in modalities):
+        _refuse(f"{name}['modalities']", f"a list of {' and '.join(map(repr, VISUAL_NAMES))}", modalities)
+
+
+def _check_layer(layer: Any, name: str, text_config: Any, score: str) -> None:
+    """A decision after `layer` blocks: there must be a block left to save, and one to read the score from."""
+    blocks = text_config.num_hidden_layers
+    _check_integer(layer, name, 1, blocks - 1, f" (the decoder has {blocks} blocks, at least one must follow)")
+    kind = SCORE_BLOCKS.get(score)
+    if kind is not None and kind not in text_config.layer_types[:layer]:
+        if kind not in text_config.layer_types[: blocks - 1]:
+            _refuse(name, f"after a {kind} block to read the score {score!r} from, but there is none", layer)
+        first = text_config.layer_types.index(kind) + 1
+        _refuse(name, f"from {first} to {blocks - 1}: the score {score!r} is read from {kind} blocks", layer)
+
+
+def _check_one_or_each(value: Any, name: str, kinds: Sequence[str], check: Callable[[Any, str], None]) -> None:
+    """One value for all modalities, or a mapping from their names."""
+    if isinstance(value, dict):
+        _check_mapping(value, name, kinds)
+        _check_each(value, name, check)
+    else:
+        check(value, name)
+
+
+def _check_each(values: dict, name: str, check: Callable[[Any, str], None]) -> None:
+    for key, value in values.items():
+        check(value, f"{name}['{key}']")
+
+
+def _check_mapping(value: Any, name: str, known: Sequence[str], required: Sequence[str] = ()) -> None:
+    if not isinstance(value, dict):
+        _refuse(name, f"a dict with keys among {list(known)}", value)
+    _check_keys(value, name, known)
+    missing = [key for key in required if value.get(key) is None]
+    if missing:
+        raise ValueError(f"`adaptive_compute{name}` lacks {missing}")
+
+
+def _check_keys(value: dict, name: str, known: Sequence[str]) -> None:
+    unknown = sorted(set(map(str, value)) - set(known))
+    if unknown:
+        raise ValueError(f"unknown `adaptive_compute{name}` keys {unknown}; known keys: {list(known)}")
+
+
+def _check_integer(value: Any, name: str, low: int, high: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        _refuse(name, f"an integer from {low} to {high}{why}", value)
+
+
+def _check_budget(value: Any, name: str) -> None:
+    _check_integer(value, name, 1, 2**31 - 1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_not_negative(value: Any, name: str) -> None:
+    if not _is_number(value) or value < 0:
+        _refuse(name, "a finite number of at least 0", value)
+
+
+def _check_fraction(value: Any, name: str) -> None:
+    if not _is_number(value) or not 0 < value <= 1:
+        _refuse(name, "a number above 0 and at most 1", value)
+
+
+def _refuse(name: str, allowed: str, value: Any) -> None:
+    raise ValueError(f"`adaptive_compute{name}` must be {allowed}, got {value!r}")
+
+
+__all__ = ["validate_adaptive_compute"]
