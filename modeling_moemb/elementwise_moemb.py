@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm, Qwen3_5MoeRMSNormGated
 
+from .kernels_moemb import kernel
+
 
 def compute_dtype(states: Tensor) -> torch.dtype:
     """The dtype of the matrix products fed by `states`: autocast's when active, else that of `states`."""
@@ -56,7 +58,11 @@ class MoEMBRMSNorm(Qwen3_5MoeRMSNorm):
     """Zero-centred RMSNorm; parameters as in transformers' class."""
 
     def forward(self, states: Tensor) -> Tensor:
-        return rms_norm(states, 1.0 + self.weight.float(), self.eps, compute_dtype(states))
+        dtype = compute_dtype(states)
+        run = kernel("rms_norm", states, self.weight)
+        if run is not None:
+            return run(states, self.weight, self.eps, dtype)
+        return rms_norm(states, 1.0 + self.weight.float(), self.eps, dtype)
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -90,6 +96,9 @@ class MoEMBRMSNormGated(Qwen3_5MoeRMSNormGated):
     """RMSNorm of each value head, then the SiLU gate; parameters as in transformers' class."""
 
     def forward(self, states: Tensor, gate: Tensor) -> Tensor:
+        run = kernel("gated_rms_norm", states, gate, self.weight)
+        if run is not None:
+            return run(states, gate, self.weight, self.variance_epsilon)
         return _GatedNorm.apply(states, gate, self.weight, self.variance_epsilon)
 
 
@@ -127,4 +136,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tens
         cos, sin (`torch.FloatTensor` of shape `(tokens, rotary_dim)`): both halves of the tables equal.
         dtype (`torch.dtype`): dtype of the result.
     """
+    run = kernel("rotary", states, cos, sin)
+    if run is not None:
+        return run(states, cos, sin, dtype)
     return _Rotate.apply(states, cos.float()[:, None], sin.float()[:, None], dtype)

@@ -12,6 +12,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTopKRouter,
 )
 
+from .kernels_moemb import kernel
+from .linear_moemb import MoEMBMLP, gated_product, linear
 from .routing_moemb import Routing, route
 
 
@@ -100,6 +102,7 @@ class MoEMBExperts(Qwen3_5MoeExperts):
     def __init__(self, config, backend: str):
         super().__init__(config)
         self.backend = backend
+        self.gated_by_silu = config.hidden_act == "silu"
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts' outputs.
@@ -125,11 +128,15 @@ class MoEMBExperts(Qwen3_5MoeExperts):
         return output.to(hidden_states.dtype)
 
     def _grouped(self, states: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        run = kernel("experts", states, index, weights, gate_up, down) if self.gated_by_silu else None
+        if run is not None:
+            return run(states, index, weights, gate_up, down)
         tokens, slots = index.shape
         pad = states.device.type == "cpu" and states.dtype == torch.bfloat16
         rows = expert_rows(index, self.num_experts, pad)
         gate, up = grouped_linear(states.index_select(0, rows.token), gate_up, rows.counts).chunk(2, dim=-1)
-        outputs = grouped_linear(self.act_fn(gate) * up, down, rows.counts).index_select(0, rows.place)
+        inner = gated_product(gate, up) if self.gated_by_silu else self.act_fn(gate) * up
+        outputs = grouped_linear(inner, down, rows.counts).index_select(0, rows.place)
         weights = weights.reshape(-1, 1)
         # a token's slots are added in their own order, whatever its batch
         if rows.pair is None:
@@ -156,7 +163,7 @@ class MoEMBTopKRouter(Qwen3_5MoeTopKRouter):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Logits of `(tokens, hidden)` rows, `(tokens, num_experts)`."""
         with torch.autocast(hidden_states.device.type, enabled=False):
-            return F.linear(hidden_states.float(), self.weight.float())
+            return linear(hidden_states.float(), self.weight.float())
 
 
 class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
@@ -166,6 +173,7 @@ class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
         super().__init__(config)
         self.gate = MoEMBTopKRouter(config)
         self.experts = MoEMBExperts(config, experts_backend)
+        self.shared_expert = MoEMBMLP(config, config.shared_expert_intermediate_size)
         self.top_k = config.num_experts_per_tok
 
     def forward(

@@ -7,6 +7,7 @@ batch. Tables are built once per packing and shared by all layers.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -59,6 +60,11 @@ class PackedLayout:
     def _starts(self) -> Tensor:
         lengths = torch.tensor(self.lengths)
         return lengths.cumsum(0) - lengths
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """`torch.IntTensor` `(items + 1,)`: cumulative lengths, for kernels that take the packing as it is."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.device)
 
     @cached_property
     def chunks(self) -> list[ChunkClass]:

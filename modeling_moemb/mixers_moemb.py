@@ -1,6 +1,7 @@
 """Token mixers over packed tokens: varlen Gated DeltaNet and varlen attention.
 
-Both run on any device without flash-linear-attention or flash-attn and are differentiable.
+Both run on any device without flash-linear-attention or flash-attn and are differentiable; where a kernel for the
+device is found (`kernels_moemb`), it takes their place.
 
 Departures from transformers' Qwen3.5-MoE: sequences stay apart (stock refuses or leaks without extra packages), the
 write strength beta is computed in fp32, and the mixer returns it.
@@ -18,6 +19,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 )
 
 from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate, unit_norm
+from .kernels_moemb import kernel
 from .layout_moemb import ChunkClass, PackedLayout
 from .packing_moemb import PackedTokens
 
@@ -204,6 +206,9 @@ def varlen_attention(
     Returns:
         `torch.Tensor` of shape `(tokens, heads, dim)`.
     """
+    run = kernel("varlen_attention", query, key, value)
+    if run is not None:
+        return run(query, key, value, layout.cu_seqlens, scaling, causal)
     # right padding is invisible to causal attention; bidirectional items are grouped by exact length instead
     groups, order = (
         (layout.causal_groups, layout.causal_order) if causal else (layout.exact_groups, layout.exact_order)
@@ -247,12 +252,12 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
     @force_accelerate_hooks("conv1d")  # its weight is read here, its forward never runs
     def forward(self, hidden_states: Tensor, packed: PackedTokens, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Mix `(tokens, hidden)` rows; also returns beta, `(tokens, value_heads)` fp32."""
-        mixed = causal_conv(self.in_proj_qkv(hidden_states), self.conv1d.weight.squeeze(1), packed.cu_seqlens)
-        query, key, value = self.conv_activation(mixed).split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        mixed = self._convolve(self.in_proj_qkv(hidden_states), packed.cu_seqlens)
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         beta = torch.sigmoid(self.in_proj_b(hidden_states).float())
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias.float())
         with torch.autocast(hidden_states.device.type, enabled=False):
-            mixed = gated_delta_rule(
+            mixed = self._delta_rule(
                 query.unflatten(-1, (-1, self.head_k_dim)),
                 key.unflatten(-1, (-1, self.head_k_dim)),
                 value.unflatten(-1, (-1, self.head_v_dim)),
@@ -263,6 +268,22 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
         mixed = self.norm(mixed, gate).flatten(-2)
         return self.out_proj(mixed), beta
+
+    def _convolve(self, hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
+        weight = self.conv1d.weight.squeeze(1)
+        run = kernel("causal_conv", hidden_states, weight) if self.activation == "silu" else None
+        if run is not None:
+            return run(hidden_states, weight, cu_seqlens, "silu")
+        return self.conv_activation(causal_conv(hidden_states, weight, cu_seqlens))
+
+    @staticmethod
+    def _delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
+    ) -> Tensor:
+        run = kernel("gated_delta_rule", query, key, value, decay, beta)
+        if run is not None:
+            return run(query, key, value, decay, beta, layout.cu_seqlens)
+        return gated_delta_rule(query, key, value, decay, beta, layout)
 
 
 class MoEMBAttention(Qwen3_5MoeAttention):

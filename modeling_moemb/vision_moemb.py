@@ -1,7 +1,6 @@
 """The vision tower, packed over images and frames of different sizes."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -14,6 +13,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from .layout_moemb import PackedLayout
+from .linear_moemb import linear, use_packed_linear
 from .mixers_moemb import MoEMBVisionAttention
 from .pretrained_moemb import MoEMBPreTrainedModel
 
@@ -28,7 +28,7 @@ class MoEMBVisionPatchEmbed(Qwen3_5MoeVisionPatchEmbed):
             return super().forward(pixel_values)
         # the convolution's stride is its kernel: one matrix product does it, and far faster on the CPU
         weight = self.proj.weight.flatten(1)
-        return F.linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
+        return linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
 
 
 class MoEMBVisionBlock(GradientCheckpointingLayer):
@@ -63,6 +63,7 @@ class MoEMBVisionModel(MoEMBPreTrainedModel):
         self.blocks = nn.ModuleList([MoEMBVisionBlock(config) for _ in range(config.depth)])
         self.merger = Qwen3_5MoeVisionPatchMerger(config=config, use_postshuffle_norm=False)
         self.gradient_checkpointing = False
+        use_packed_linear(self)
         self.post_init()
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
