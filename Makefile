@@ -10,15 +10,29 @@ ARGS ?=
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: install quickstart test slow test-gpu check format clean
+JOBS ?= $(shell nproc 2>/dev/null || echo 1)
+KERNEL_SOURCES := $(shell find hub_kernels -type f -not -path '*/build/*' -not -name '*.pyc')
 
-install: $(VENV)/.installed
+.PHONY: install kernels quickstart test slow test-gpu test-latest bench-gpu check format clean
+
+install: $(VENV)/.installed $(VENV)/.kernels
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moemb needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; call make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[$(EXTRAS)]"
 	@touch $@
+
+# Exit status 3: something could not be staged (no compiler, a compile error) and was said; it is tried again next time.
+$(VENV)/.kernels: $(VENV)/.installed $(KERNEL_SOURCES)
+	@$(BIN)/python hub_kernels/tools/stage.py --install --jobs $(JOBS); status=$$?; \
+	if [ $$status -eq 0 ]; then touch $@; elif [ $$status -ne 3 ]; then exit $$status; fi
+
+kernels: $(VENV)/.installed
+	$(BIN)/python hub_kernels/tools/stage.py --jobs $(JOBS)
+	$(BIN)/python hub_kernels/tools/stage.py --install
+	$(BIN)/python hub_kernels/tools/check.py
+	$(BIN)/moemb kernels
 
 quickstart: install
 	$(BIN)/moemb quickstart $(ARGS)
@@ -31,6 +45,20 @@ slow: install
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# The newest transformers over the packages of $(VENV), in an environment of its own: only what differs is downloaded.
+LATEST := .venv-latest
+
+test-latest: install
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -c "import site, sysconfig, subprocess; \
+	  outer = subprocess.check_output(['$(BIN)/python', '-c', 'import sysconfig; print(sysconfig.get_path(\"purelib\"))'], text=True).strip(); \
+	  open(sysconfig.get_path('purelib') + '/outer.pth', 'w').write(f'import site; site.addsitedir({outer!r})\n')"
+	$(LATEST)/bin/python -m pip install --disable-pip-version-check --upgrade "transformers<6" pytest
+	$(LATEST)/bin/python -m pytest tests/modeling_moemb $(PYTEST_ARGS)
+
+bench-gpu: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash hub_kernels/tools/bench_gpu.sh $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

@@ -164,6 +164,9 @@ def _compile_one(repo: Path, source: str, flags: list[str], compiler: list[str],
     contents: dict[Path, bytes] = {}
     folders = [Path(flag[2:]) for flag in flags if flag.startswith("-I")]
     _with_headers((repo / source).resolve(), folders, contents)
+    if not any(b"TORCH_EXTENSION_NAME" in text for text in contents.values()):
+        # the namespace changes with every source of the repository: files that do not use it are not compiled again
+        flags = [flag for flag in flags if not flag.startswith("-DTORCH_EXTENSION_NAME=")]
     digest = hashlib.sha256()
     torch_version = importlib.metadata.version("torch") if "-isystem" in flags else ""
     # paths are left out: the same sources in another checkout are the same object

@@ -5,7 +5,8 @@
 
 A compiled repository (`[torch]` in build.toml) becomes one `torch-stable-abi...` variant, a noarch one
 (`[torch-noarch]`) a variant per backend. An installed build lies in `<sys.prefix>/share/moemb/kernels/<repo>`, with a
-`status.json` that says how the build went; `moemb kernels` shows it.
+`status.json` that says how the build went; `moemb kernels` shows it. What cannot be built is said, and the exit status
+is 3 (of a mistake 1, else 0).
 """
 
 import argparse
@@ -294,21 +295,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--install", action="store_true", help="copy into this environment; a failed build is not fatal"
     )
+    parser.add_argument(
+        "--prefix", type=Path, default=Path(sys.prefix), help="root of the environment to install into"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="compilers at a time (default: 1)")
     parser.add_argument(
         "--leave-out", action="append", default=[], metavar="GLOB", help="do not compile these sources"
     )
     args = parser.parse_args(argv)
+    complete = True
     try:
         for repo in repositories(args.repos):
             if args.install:
-                install(repo, Path(sys.prefix), args.jobs)
+                complete &= install(repo, args.prefix, args.jobs)
             else:
                 stage(repo, args.jobs, args.leave_out)
     except StageError as error:
         print(f"stage: error: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 0 if complete else 3
 
 
 if __name__ == "__main__":

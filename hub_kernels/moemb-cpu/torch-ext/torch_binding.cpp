@@ -6,6 +6,12 @@
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
 #endif
 
+#define MOEMB_TEXT_(name) #name
+#define MOEMB_TEXT(name) MOEMB_TEXT_(name)
+
+// a constant: it is there before the static objects of other files register their operators
+const char* const moemb::operator_namespace = MOEMB_TEXT(TORCH_EXTENSION_NAME);
+
 static int64_t isa() { return moemb_cpu_isa(); }
 
 static void limit_isa(int64_t limit) { moemb_cpu_limit_isa(static_cast<int>(limit)); }

@@ -25,14 +25,10 @@
 
 #include "moemb_cpu.h"
 
-#ifndef TORCH_EXTENSION_NAME
-#error "TORCH_EXTENSION_NAME, the namespace of the operators, is set by the build"
-#endif
-#define MOEMB_TEXT_(name) #name
-#define MOEMB_TEXT(name) MOEMB_TEXT_(name)
-#define MOEMB_NAMESPACE MOEMB_TEXT(TORCH_EXTENSION_NAME)
-
 namespace moemb {
+
+// Namespace of the operators; in one file (torch_binding.cpp), since it changes with every source of the build.
+extern const char* const operator_namespace;
 
 [[noreturn]] inline void fail(const char* where, const char* what) {
   char text[256];
@@ -177,8 +173,8 @@ struct BoxedImpl<function, Result (*)(Arguments...)> {
 class Library {
  public:
   Library(void (*fill)(Library&), const char* file, uint32_t line) {
-    shim(aoti_torch_library_init_fragment(MOEMB_NAMESPACE, file, line, &schemas_), "library_init_fragment");
-    shim(aoti_torch_library_init_impl(MOEMB_NAMESPACE, "CPU", file, line, &cpu_), "library_init_impl");
+    shim(aoti_torch_library_init_fragment(operator_namespace, file, line, &schemas_), "library_init_fragment");
+    shim(aoti_torch_library_init_impl(operator_namespace, "CPU", file, line, &cpu_), "library_init_impl");
     fill(*this);
   }
   Library(const Library&) = delete;
