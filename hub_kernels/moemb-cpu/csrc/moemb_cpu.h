@@ -116,11 +116,11 @@ int moemb_cpu_causal_conv_backward(const MoembCausalConv* inputs, const void* gr
 // A read-only view of rows with contiguous features: row i starts at (i / inner) * outer_stride + (i % inner) *
 // inner_stride, counted in elements.
 typedef struct {
-    const void* data;
-    int64_t inner;
-    int64_t outer_stride;
-    int64_t inner_stride;
-    int32_t dtype;
+  const void* data;
+  int64_t inner;
+  int64_t outer_stride;
+  int64_t inner_stride;
+  int32_t dtype;
 } MoembRows;
 
 // Outputs of all functions are contiguous. Every gradient of a weight is a sum over blocks of rows that depend on the
@@ -164,6 +164,35 @@ int moemb_cpu_top_k_router(const float* logits, int64_t row_stride, int64_t toke
 // grad_logits (tokens, num_experts) is written in full.
 int moemb_cpu_top_k_router_backward(const int64_t* expert_index, const float* weight, const float* grad_weight,
                                     int64_t tokens, int64_t num_experts, int64_t k, float* grad_logits);
+
+// Attention inside the segments of a packing. Strides count elements; the features of a head are contiguous.
+// `output`, `log_sum` and all gradients are contiguous. Arithmetic is fp32, but for bf16 on AMX, where products have
+// bf16 operands and fp32 sums.
+typedef struct {
+  const void* query;
+  const void* key;
+  const void* value;
+  int64_t query_stride[2];  // of a token, of a head
+  int64_t key_stride[2];
+  int64_t value_stride[2];
+  const int32_t* cu_seqlens;  // (segments + 1)
+  int64_t segments;
+  int64_t tokens;
+  int64_t heads;
+  int64_t key_heads;  // divides `heads`
+  int64_t dim;
+  float scaling;
+  int32_t causal;
+  int32_t dtype;
+} MoembAttention;
+
+// output (tokens, heads, dim) in the dtype of the inputs; log_sum (tokens, heads) fp32, the base-2 logarithm of each
+// query's sum of exponentials, may be null.
+int moemb_cpu_attention(const MoembAttention* inputs, void* output, float* log_sum);
+
+// From the results of the forward; gradients in the dtype of the inputs.
+int moemb_cpu_attention_backward(const MoembAttention* inputs, const void* output, const float* log_sum,
+                                 const void* grad_output, void* grad_query, void* grad_key, void* grad_value);
 
 #ifdef __cplusplus
 }

@@ -18,6 +18,21 @@ inline int64_t round_up(int64_t count, int64_t size) { return ceil_div(count, si
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// 2^x for the probabilities of attention: relative error 1e-7 and no rounding of x. -inf gives 0, NaN stays NaN.
+inline Vec exp2(Vec x) {
+  const Vec bounded = _mm512_max_ps(splat(-160.0f), x);  // the second operand when one is NaN
+  const Vec power = _mm512_roundscale_ps(bounded, kNearest);
+  const Vec rest = sub(bounded, power);
+  // fitted for the least relative error (9e-8) on |rest| <= 0.5
+  Vec value = splat(1.326472389e-03f);
+  value = fma(value, rest, splat(9.671512870e-03f));
+  value = fma(value, rest, splat(5.550733754e-02f));
+  value = fma(value, rest, splat(2.402224208e-01f));
+  value = fma(value, rest, splat(6.931469776e-01f));
+  value = fma(value, rest, splat(1.0f));
+  return _mm512_scalef_ps(value, power);
+}
+
 // sigmoid() without the division, which would take a third of the time of a whole gated norm. The divisor stays
 // finite, so the two Newton terms on the 14-bit reciprocal cannot make a NaN.
 inline Vec quick_sigmoid(Vec x) {

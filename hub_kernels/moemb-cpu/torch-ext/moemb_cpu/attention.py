@@ -1,0 +1,121 @@
+"""Attention inside the segments of a packing, forward and backward."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._ops import ops
+from .registration import register_fake
+from .row_checks import FLOATS, NOTHING, tracks
+
+
+MAX_DIM = 256
+
+
+@register_fake("varlen_attention")
+def _(query, key, value, cu_seqlens, scaling, causal, out, log_sum) -> None:
+    return None
+
+
+@register_fake("varlen_attention_backward")
+def _(query, key, value, cu_seqlens, scaling, causal, output, log_sum, grad, grad_query, grad_key, grad_value) -> None:
+    return None
+
+
+class _VarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float, causal: bool
+    ) -> Tensor:
+        output = torch.empty(query.shape, dtype=query.dtype)
+        log_sum = torch.empty(query.shape[:2], dtype=torch.float32)
+        ops.varlen_attention(query, key, value, cu_seqlens, scaling, causal, output, log_sum)
+        ctx.save_for_backward(query, key, value, cu_seqlens, output, log_sum)
+        ctx.scaling, ctx.causal = scaling, causal
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        query, key, value, cu_seqlens, output, log_sum = ctx.saved_tensors
+        grads = [torch.empty(states.shape, dtype=states.dtype) for states in (query, key, value)]
+        ops.varlen_attention_backward(
+            query, key, value, cu_seqlens, ctx.scaling, ctx.causal, output, log_sum, grad_output.contiguous(), *grads
+        )
+        return *grads, None, None, None
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float, causal: bool
+) -> Tensor:
+    """Softmax attention of each segment on itself, with an online softmax (FlashAttention, arXiv 2307.08691).
+
+    A segment's bits depend neither on the other segments nor on the number of threads.
+
+    Args:
+        query (`torch.Tensor` of shape `(tokens, heads, dim)`): fp32 or bf16, `dim` at most 256; rows may be strided,
+            else than along the last axis.
+        key, value (`torch.Tensor` of shape `(tokens, key_heads, dim)`): dtype of `query`; consecutive
+            `heads / key_heads` query heads share a key head.
+        cu_seqlens (`torch.IntTensor` of shape `(segments + 1,)`): cumulative lengths, from 0 to `tokens`.
+        scaling (`float`): factor of the scores.
+        causal (`bool`): whether a token sees only itself and the tokens before it.
+
+    Returns:
+        `torch.Tensor` of shape `(tokens, heads, dim)` in the dtype of `query`, contiguous; differentiable in
+        `query`, `key` and `value`.
+
+    Raises:
+        ValueError: a shape, dtype or device that the kernel does not take.
+        RuntimeError: `cu_seqlens` does not rise from 0 to `tokens`.
+    """
+    for name, states in (("query", query), ("key", key), ("value", value)):
+        if states.device.type != "cpu" or states.dtype not in FLOATS:
+            raise ValueError(
+                f"varlen_attention: `{name}` must be float32 or bfloat16 on the cpu, got {states.dtype} on "
+                f"{states.device}"
+            )
+        if states.dim() != 3 or not 1 <= states.shape[2] <= MAX_DIM:
+            raise ValueError(
+                f"varlen_attention: `{name}` must be (tokens, heads, 1 to {MAX_DIM}), got shape {tuple(states.shape)}"
+            )
+        if states.dtype != query.dtype or states.shape[::2] != query.shape[::2]:
+            raise ValueError(
+                f"varlen_attention: `{name}` must have the tokens, dim and dtype of `query` ({tuple(query.shape)}, "
+                f"{query.dtype}), got {tuple(states.shape)}, {states.dtype}"
+            )
+    if key.shape != value.shape or not key.shape[1] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"varlen_attention: `key` and `value` must have one shape whose heads divide those of `query` "
+            f"({query.shape[1]}), got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        raise ValueError(
+            f"varlen_attention: `cu_seqlens` must be int32 of shape (segments + 1,), got {cu_seqlens.dtype} of shape "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    query, key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (query, key, value))
+    cu_seqlens = cu_seqlens.contiguous()
+    if tracks(query, key, value):
+        return _VarlenAttention.apply(query, key, value, cu_seqlens, scaling, causal)
+    output = torch.empty(query.shape, dtype=query.dtype)
+    ops.varlen_attention(query, key, value, cu_seqlens, scaling, causal, output, NOTHING)
+    return output
+
+
+def supports_varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> bool:
+    """Whether `varlen_attention` runs on these tensors without a copy."""
+    return (
+        query.dtype in FLOATS
+        and all(
+            states.device.type == "cpu" and states.dtype == query.dtype and states.dim() == 3 and states.stride(2) == 1
+            for states in (query, key, value)
+        )
+        and 1 <= query.shape[2] <= MAX_DIM
+        and key.shape == value.shape
+        and query.shape[::2] == key.shape[::2]
+        and key.shape[1] > 0
+        and query.shape[1] % key.shape[1] == 0
+        and cu_seqlens.dtype == torch.int32
+        and cu_seqlens.dim() == 1
+    )
