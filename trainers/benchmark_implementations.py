@@ -17,9 +17,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as stock
 
 from modeling_moemb import elementwise_moemb, experts_moemb, mixers_moemb, routing_moemb
+from modeling_moemb.kernels_moemb import kernel as find_kernel
 from modeling_moemb.layout_moemb import PackedLayout
 
-from .benchmark_kernel_switch import find_kernel, kernels_off
+from .benchmark_kernel_switch import kernels_off
 from .benchmark_operations import Inputs, lengths_to_offsets
 
 

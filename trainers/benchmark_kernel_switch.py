@@ -1,36 +1,28 @@
 """The model's kernels as a benchmark sees them: found by operation, switched off to time the torch path."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
-
-
-try:
-    from modeling_moemb import kernels_moemb as _seam
-except ImportError:  # a model room without kernels: everything runs on its torch path
-    _seam = None
-
-
-def find_kernel(operation: str, *tensors: Tensor) -> Callable | None:
-    """The kernel that the model would run for these tensors; `None` when that is the torch path."""
-    return None if _seam is None else _seam.kernel(operation, *tensors)
+from modeling_moemb.kernels_moemb import kernels_report, use_kernels
 
 
 @contextmanager
 def kernels_off() -> Iterator[None]:
     """Runs a block on the model's own torch code."""
-    if _seam is None:
-        yield
-        return
-    before = _seam.use_kernels("off")
+    before = use_kernels("off")
     try:
         yield
     finally:
-        _seam.use_kernels(before)
+        use_kernels(before)
 
 
-def kernels_report() -> list[Any]:
-    """What is active for each operation, and why; empty without kernels."""
-    return [] if _seam is None else [dict(row) if hasattr(row, "keys") else row for row in _seam.kernels_report()]
+def active_kernels() -> list[dict[str, Any]]:
+    """What runs each operation, and why, as plain data."""
+    return [asdict(row) for row in kernels_report()]
+
+
+def any_kernel(device: str = "cpu") -> bool:
+    """Whether some operation runs on a kernel rather than on torch code."""
+    return any(row.source != "torch" for row in kernels_report() if row.device == device)

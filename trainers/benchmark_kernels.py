@@ -203,7 +203,7 @@ def case_names(quick: bool = False) -> list[str]:
 
 
 def run_case(name: str, protocol: Protocol, quick: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Checks an operation, then times it. A wrong implementation of ours is not timed: its speed would mean nothing."""
+    """Checks an operation, then times it. What is wrong of ours is not timed: its speed would mean nothing."""
     (case,) = (case for case in timing_cases(quick) if case["name"] == name)
     operation = OPERATIONS[case["operation"]]
     progress("against the reference")

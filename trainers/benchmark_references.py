@@ -3,6 +3,8 @@
 They are written to be read, and say nothing about how a fast implementation should work. All are differentiable.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 def segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """First row and end of each item."""
     bounds = cu_seqlens.tolist()
-    return list(zip(bounds[:-1], bounds[1:]))
+    return list(itertools.pairwise(bounds))
 
 
 def experts(hidden_states: Tensor, expert_index: Tensor, weight: Tensor, gate_up_proj: Tensor, down_proj: Tensor):

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: one file per case as soon as it is measured, a JSON file of all, tables and plots."""
+"""What a benchmark leaves behind: one file per case as soon as it is measured, one of all, tables and plots."""
 
 import hashlib
 import json
@@ -46,13 +46,15 @@ class CaseStore:
     def _path(self, name: str) -> Path:
         return self.folder / (re.sub(r"[^\w.+-]", "_", name) + ".json")
 
-    def get(self, name: str) -> Record | None:
-        """The result of a case, or `None` when it is missing, unreadable, failed or from other conditions."""
+    def get(self, name: str, failed: bool = False) -> Record | None:
+        """The result of a case; `None`: missing, unreadable, from other conditions, or failed (unless `failed`)."""
         try:
             stored = json.loads(self._path(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(stored, dict) or stored.get("conditions") != self.conditions or "failed" in stored:
+        if not isinstance(stored, dict) or stored.get("conditions") != self.conditions:
+            return None
+        if "failed" in stored and not failed:
             return None
         return stored
 
@@ -66,12 +68,13 @@ class CaseStore:
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows as aligned text; columns in the order of their first appearance, words to the left, figures to the right."""
+    """Rows as aligned text, columns in the order of their first appearance; figures stand to the right."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
     numeric = [
-        all(re.fullmatch(r"[\d.+\-x%eE ]*", line[column]) for line in cells[1:]) for column in range(len(columns))
+        all(re.fullmatch(r"(\d[\d.e+\-]*[x%]?)?", line[column]) for line in cells[1:])
+        for column in range(len(columns))
     ]
     lines = []
     for line in cells:
@@ -153,4 +156,5 @@ def bars(axis, labels: Sequence[str], values: Sequence[float], title: str, goal:
     axis.invert_yaxis()
     axis.set_title(title, fontsize=10)
     for place, value in zip(places, values):
-        axis.text(value, place, f" {value:.3g}", va="center", fontsize=7)
+        axis.text(value, place, f" {value:.0f}" if value >= 1000 else f" {value:.3g}", va="center", fontsize=7)
+    axis.margins(x=0.15)

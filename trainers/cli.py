@@ -21,7 +21,9 @@ VERBS = {
     "data": "corpus_command",
     "train": "train",
     "evaluate": "evaluation",
+    "bench": "benchmark",
     "convert": "convert",
+    "prune-experts": "prune_experts",
     "kernels": "kernels",
     "quickstart": "quickstart",
 }
