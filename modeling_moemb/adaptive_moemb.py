@@ -92,14 +92,16 @@ class ComputeDial:
         self.key = None if words is None else _token_keys(words, packed, self.seed)
         self.beta_sum: Tensor | None = None
         self.received: Tensor | None = None
+        self.tier_score: Tensor | None = None  # the sum of beta when the tiers begin
+        self.tiered: PackedTokens | None = None  # the packing that the tiers are made for
         self.token_experts: Tensor | None = None
         if len(set(self.experts)) > 1:
             self.token_experts = torch.tensor(self.experts, device=device)[self.modality]
 
     def begin(self, block: int, packed: PackedTokens, output_rows: Tensor | None) -> BlockDial:
         """What block number `block` shall do; with `output_rows` its experts see these rows alone."""
-        if self.tier is not None and block == self.tier["layer"]:
-            self.token_experts = self._tiered(packed)
+        if self.tier is not None and block >= self.tier["layer"]:
+            self._set_tiers(packed)
         rows = slice(None) if output_rows is None else output_rows
         policies: list[Callable[[Routing], Routing]] = []
         if self.token_experts is not None:
@@ -142,17 +144,25 @@ class ComputeDial:
 
     def compact(self, index: Tensor) -> None:
         """Keep the tokens at `index` (`torch.LongTensor`) alone."""
-        for name in ("modality", "is_pooled", "key", "beta_sum", "received", "token_experts"):
+        for name in ("modality", "is_pooled", "key", "beta_sum", "received", "tier_score", "token_experts"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor[index])
 
-    def _tiered(self, packed: PackedTokens) -> Tensor:
-        """Experts per token by rank of beta among the item's tokens of a modality; the pooled token is by itself."""
+    def _set_tiers(self, packed: PackedTokens) -> None:
+        """Experts per token by rank of beta among the item's tokens of a modality; the pooled token is by itself.
+
+        Survivors of a pruning are ranked anew among themselves, so that the number of pairs follows from the shapes.
+        """
+        if packed is self.tiered:
+            return
+        self.tiered = packed
+        if self.tier_score is None:
+            self.tier_score = self.beta_sum
         kind = torch.where(self.is_pooled, 3, self.modality)
-        rank, size = rank_in_groups(self.beta_sum, 4 * packed.segment + kind)
+        rank, size = rank_in_groups(self.tier_score, 4 * packed.segment + kind)
         base = torch.tensor(self.experts, device=kind.device)[self.modality]
-        return tiered_experts(base, base.clamp_max(self.tier["min"]), rank, size)
+        self.token_experts = tiered_experts(base, base.clamp_max(self.tier["min"]), rank, size)
 
     def _modes_policy(self, block: int, rows: Any) -> Callable[[Routing], Routing]:
         scales, tau, min_experts, min_pooled, renormalise = self.modes

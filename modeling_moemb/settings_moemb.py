@@ -31,7 +31,7 @@ def validate_adaptive_compute(settings: dict[str, Any] | None, text_config: Any)
               routing weights are renormalised.
             - `per_modality` (`dict`): the same for `"text"`, `"image"` and `"video"` tokens; stands over `top_k`.
             - `tiered_top_k` (`dict`): after decoder block `layer`, tokens get between `min` and their own number of
-              experts by the rank of their beta among the item's tokens of their modality; `<emb>` keeps its number.
+              experts by the rank of their beta among the item's live tokens of their modality; `<emb>` keeps its own.
             - `random_k` (`int`): a control: so many of each token's chosen experts, drawn at random, renormalised.
             - `modes` (`dict`): skip the experts whose weight times the layer's scale is below a threshold (MoDES,
               arXiv 2511.15690). `tau` (a number of at least 0, or one per modality, absent ones 0), `layer_scales`
