@@ -206,7 +206,7 @@ def varlen_attention(
     Returns:
         `torch.Tensor` of shape `(tokens, heads, dim)`.
     """
-    run = kernel("varlen_attention", query, key, value)
+    run = kernel("varlen_attention", query, key, value, layout.cu_seqlens)
     if run is not None:
         return run(query, key, value, layout.cu_seqlens, scaling, causal)
     # right padding is invisible to causal attention; bidirectional items are grouped by exact length instead
@@ -271,7 +271,9 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
 
     def _convolve(self, hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
         weight = self.conv1d.weight.squeeze(1)
-        run = kernel("causal_conv", hidden_states, weight) if self.activation == "silu" else None
+        run = None
+        if self.activation == "silu":
+            run = kernel("causal_conv", hidden_states, weight, cu_seqlens)
         if run is not None:
             return run(hidden_states, weight, cu_seqlens, "silu")
         return self.conv_activation(causal_conv(hidden_states, weight, cu_seqlens))
@@ -280,7 +282,7 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
     def _delta_rule(
         query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
     ) -> Tensor:
-        run = kernel("gated_delta_rule", query, key, value, decay, beta)
+        run = kernel("gated_delta_rule", query, key, value, decay, beta, layout.cu_seqlens)
         if run is not None:
             return run(query, key, value, decay, beta, layout.cu_seqlens)
         return gated_delta_rule(query, key, value, decay, beta, layout)
