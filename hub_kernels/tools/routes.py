@@ -97,14 +97,14 @@ def check_routes(repo: Path, hub_id: str, version: int, backends: list[str]) -> 
 
 
 def main(argv: list[str]) -> int:
-    from compile_sources import read_settings
-
     repo = Path(argv[0]).resolve()
-    general = read_settings(repo)["general"]
-    hub_id = general.get("hub", {}).get("repo-id", f"moemb/{general['name']}")
     with tempfile.TemporaryDirectory() as cache:
         # set before the libraries are imported: they read these once
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache, "KERNELS_CACHE": cache}
+        from compile_sources import read_settings
+
+        general = read_settings(repo)["general"]
+        hub_id = general.get("hub", {}).get("repo-id", f"moemb/{general['name']}")
         make_hub_cache(repo, hub_id, general["version"], Path(cache))
         print("\n".join(check_routes(repo, hub_id, general["version"], general["backends"])))
     return 0

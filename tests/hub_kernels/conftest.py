@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .toy_kernels import make_compiled, make_noarch
+
 
 KERNELS = Path(__file__).parents[2] / "hub_kernels"
 sys.path.insert(0, str(KERNELS / "tools"))  # the tools are scripts, not a package
@@ -42,3 +44,23 @@ def moemb_cpu(moemb_cpu_build):
     if module.isa() == "none":
         pytest.skip("this CPU has no AVX-512")
     return module
+
+
+@pytest.fixture(scope="session")
+def toy_build(compiler, tmp_path_factory) -> Path:
+    """The compiled toy repository, staged; tests that change it copy it."""
+    import stage
+
+    repo = make_compiled(tmp_path_factory.mktemp("toy") / "moemb-toy")
+    stage.stage(repo)
+    return repo
+
+
+@pytest.fixture(scope="session")
+def plain_build(tmp_path_factory) -> Path:
+    """The noarch toy repository, staged."""
+    import stage
+
+    repo = make_noarch(tmp_path_factory.mktemp("plain") / "moemb-plain")
+    stage.stage(repo)
+    return repo
