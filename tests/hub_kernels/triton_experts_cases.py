@@ -30,7 +30,7 @@ def inputs(index, experts, hidden, width, dtype=torch.float32):
 
 
 def check(arguments, tolerance=1e-5):
-    states, index, weight, gate_up, down = arguments
+    states, _, weight, gate_up, down = arguments
     leaves = (states, weight, gate_up, down)
     expected, actual = experts_oracle(*arguments), KERNEL.experts(*arguments)
     assert actual.dtype == states.dtype
@@ -84,7 +84,7 @@ def test_bits_do_not_depend_on_the_order_of_the_rows():
 
 @pytest.mark.slow
 def test_int32_index_fp32_weight_and_strided_states():
-    states, index, weight, gate_up, down = inputs(torch.randint(0, 4, (6, 2)), 4, 16, 8, torch.bfloat16)
+    _, index, weight, gate_up, down = inputs(torch.randint(0, 4, (6, 2)), 4, 16, 8, torch.bfloat16)
     wide = torch.randn(6, 2, 16).to(torch.bfloat16)
     expected = experts_oracle(wide[:, 1], index, weight.float(), gate_up, down)
     assert_close(KERNEL.experts(wide[:, 1], index.int(), weight.float(), gate_up, down), expected, 2e-2)
