@@ -1,5 +1,6 @@
 // Depthwise causal convolution over packed segments, forward and backward. The tokens are cut into fixed blocks; a block
-// walks its columns strip by strip and keeps the last inputs in registers, so every element is read once.
+// takes its channels strip by strip, each so narrow that the rows in use stay in the first cache and so wide that they
+// are read in long runs.
 #include <stdlib.h>
 
 #include "moemb_cpu.h"
@@ -9,7 +10,13 @@ namespace moemb {
 namespace {
 
 constexpr int64_t kBlock = 256;  // tokens; grad_weight is summed in these blocks, so it must not depend on the threads
+constexpr int64_t kForwardStrip = 2048, kBackwardStrip = 1024;  // channels
 constexpr int kMaxTaps = 8;
+
+template <int kCount>
+struct Taps {
+  static constexpr int value = kCount;
+};
 
 // The tokens [begin, end) of one block that belong to the segment [start, stop).
 struct Piece {
@@ -32,35 +39,30 @@ inline void for_pieces(const MoembCausalConv& p, int64_t index, const Visit& vis
   }
 }
 
-// Forward, `kWidth` vectors of channels from `channel` on. weights: (taps, padded channels), oldest first.
-template <typename T, int kTaps, int kWidth>
-void convolve(const MoembCausalConv& p, const Piece& piece, const float* weights, int64_t weight_row, int64_t channel,
-              T* output) {
-  Mask mask[kWidth];
-  Vec weight[kTaps][kWidth], recent[kTaps][kWidth];  // recent[i]: the input kTaps - 1 - i tokens ago
-  const T* source = static_cast<const T*>(p.hidden_states) + channel;
-  for (int v = 0; v < kWidth; ++v) {
-    mask[v] = tail(p.channels - channel - v * kLanes);
-    for (int i = 0; i < kTaps; ++i) weight[i][v] = load(weights + i * weight_row + channel + v * kLanes);
-    for (int i = 0; i + 1 < kTaps; ++i) {
-      const int64_t t = piece.begin - (kTaps - 1) + i;
-      // skipped, not multiplied by 0: an item that holds NaN must not reach its neighbour
-      recent[i + 1][v] = t < piece.start ? zeros() : load(source + t * p.token + v * kLanes, mask[v]);
-    }
+// ---- one token, one strip of channels -----------------------------------------------------------------------------
+// kTaps is the number of taps that find a token: fewer than there are at the start of a segment. Tokens that do not
+// exist are left out, not multiplied by 0: an item that holds NaN must not reach its neighbours. `weights` and
+// `grad_weights` point at the oldest of these taps, `input` at the newest token.
+
+template <typename T, int kTaps>
+inline Vec weighted_sum(const T* input, int64_t token, const float* weights, int64_t weight_row, int64_t c, Mask mask) {
+  Vec total = mul(load(weights + (kTaps - 1) * weight_row + c), load(input + c, mask));
+#pragma GCC unroll 8
+  for (int back = 1; back < kTaps; ++back) {
+    total = fma(load(weights + (kTaps - 1 - back) * weight_row + c), load(input - back * token + c, mask), total);
   }
-  for (int64_t t = piece.begin; t < piece.end; ++t) {
-    const T* row = source + t * p.token;
-    T* target = output + t * p.channels + channel;
-#pragma GCC unroll 2
-    for (int v = 0; v < kWidth; ++v) {
-#pragma GCC unroll 8
-      for (int i = 0; i + 1 < kTaps; ++i) recent[i][v] = recent[i + 1][v];
-      recent[kTaps - 1][v] = load(row + v * kLanes, mask[v]);
-      Vec total = mul(weight[kTaps - 1][v], recent[kTaps - 1][v]);
-#pragma GCC unroll 8
-      for (int i = kTaps - 2; i >= 0; --i) total = fma(weight[i][v], recent[i][v], total);
-      store(target + v * kLanes, p.silu ? silu(total) : total, mask[v]);
-    }
+  return total;
+}
+
+template <typename T, int kTaps>
+void output_row(const MoembCausalConv& p, const T* input, const float* weights, int64_t weight_row, int64_t count,
+                T* output) {
+  const int64_t token = p.token;
+  const bool activated = p.silu != 0;
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const Mask mask = tail(count - c);
+    const Vec total = weighted_sum<T, kTaps>(input, token, weights, weight_row, c, mask);
+    store(output + c, activated ? silu(total) : total, mask);
   }
 }
 
@@ -70,53 +72,51 @@ inline Vec silu_slope(Vec x) {
   return mul(gate, fma(x, sub(splat(1.0f), gate), splat(1.0f)));
 }
 
-// Backward, one vector of channels. Gradients of the sums are kept for kTaps tokens: the input of token t receives
-// those of t .. t + kTaps - 1. Adds to grad_weight[i], the gradient of tap i.
+// grads = gradient of the sum before the activation. Adds to grad_weights when not null.
 template <typename T, int kTaps>
-void convolve_backward(const MoembCausalConv& p, const Piece& piece, const float* weights, int64_t weight_row,
-                       int64_t channel, const T* grad_output, T* grad_hidden, Vec grad_weight[kTaps]) {
-  const Mask mask = tail(p.channels - channel);
-  Vec weight[kTaps], recent[kTaps], grads[kTaps];
-  const T* source = static_cast<const T*>(p.hidden_states) + channel;
-  for (int i = 0; i < kTaps; ++i) {
-    weight[i] = load(weights + i * weight_row + channel);
-    grads[i] = zeros();
-  }
-  for (int i = 0; i + 1 < kTaps; ++i) {
-    const int64_t t = piece.begin - (kTaps - 1) + i;
-    recent[i + 1] = t < piece.start ? zeros() : load(source + t * p.token, mask);
-  }
-  // kTaps - 1 tokens more than the piece has: they complete the gradients of its last inputs
-  for (int64_t t = piece.begin; t < piece.end + kTaps - 1; ++t) {
+void sum_gradient_row(const MoembCausalConv& p, const T* input, const float* weights, int64_t weight_row,
+                      int64_t count, const T* grad_output, float* grads, float* grad_weights) {
+  const int64_t token = p.token;
+  const bool activated = p.silu != 0;
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const Mask mask = tail(count - c);
+    Vec grad = load(grad_output + c, mask);
+    if (activated) grad = mul(grad, silu_slope(weighted_sum<T, kTaps>(input, token, weights, weight_row, c, mask)));
+    store(grads + c, grad);
+    if (grad_weights == nullptr) continue;
 #pragma GCC unroll 8
-    for (int i = 0; i + 1 < kTaps; ++i) {
-      recent[i] = recent[i + 1];
-      grads[i] = grads[i + 1];
+    for (int back = 0; back < kTaps; ++back) {
+      float* sums = grad_weights + (kTaps - 1 - back) * weight_row + c;
+      store(sums, fma(grad, load(input - back * token + c, mask), load(sums)));
     }
-    grads[kTaps - 1] = zeros();
-    if (t < piece.stop) {
-      recent[kTaps - 1] = load(source + t * p.token, mask);
-      Vec grad = load(grad_output + t * p.channels + channel, mask);
-      if (p.silu) {
-        Vec total = mul(weight[kTaps - 1], recent[kTaps - 1]);
-#pragma GCC unroll 8
-        for (int i = kTaps - 2; i >= 0; --i) total = fma(weight[i], recent[i], total);
-        grad = mul(grad, silu_slope(total));
-      }
-      grads[kTaps - 1] = grad;
-      if (t < piece.end) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kTaps; ++i) grad_weight[i] = fma(grad, recent[i], grad_weight[i]);
-      }
-    }
-    const int64_t complete = t - (kTaps - 1);
-    if (complete < piece.begin) continue;
-    Vec total = mul(weight[kTaps - 1], grads[0]);
-#pragma GCC unroll 8
-    for (int i = 1; i < kTaps; ++i) total = fma(weight[kTaps - 1 - i], grads[i], total);
-    store(grad_hidden + complete * p.channels + channel, total, mask);
   }
 }
+
+// Gradient of the input of one token: grads[i] is the row of the token i later, weights[-i] its tap.
+template <typename T, int kTaps>
+void input_gradient_row(const float* const grads[], const float* newest_weights, int64_t weight_row, int64_t count,
+                        T* grad_input) {
+  for (int64_t c = 0; c < count; c += kLanes) {
+    Vec total = mul(load(newest_weights + c), load(grads[0] + c));
+#pragma GCC unroll 8
+    for (int ahead = 1; ahead < kTaps; ++ahead) {
+      total = fma(load(newest_weights - ahead * weight_row + c), load(grads[ahead] + c), total);
+    }
+    store(grad_input + c, total, tail(count - c));
+  }
+}
+
+// Calls function(Taps<count>()); 1 <= count <= kMaxTaps.
+template <int kTaps = kMaxTaps, typename Function>
+inline void with_taps(int64_t count, const Function& function) {
+  if (count == kTaps) {
+    function(Taps<kTaps>());
+  } else if constexpr (kTaps > 1) {
+    with_taps<kTaps - 1>(count, function);
+  }
+}
+
+// ---- one block of tokens ------------------------------------------------------------------------------------------
 
 struct Plan {
   const float* weights;  // (taps, weight_row)
@@ -126,42 +126,72 @@ struct Plan {
   float* grad_weights;  // (blocks, taps, weight_row)
 };
 
-template <typename T, int kTaps>
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <typename T>
 void forward_block(const MoembCausalConv& p, const Plan& plan, int64_t index) {
-  T* output = static_cast<T*>(plan.output);
-  int64_t channel = 0;
-  for (; channel + kLanes < p.channels; channel += 2 * kLanes) {
+  for (int64_t channel = 0; channel < p.channels; channel += kForwardStrip) {
+    const int64_t count = smaller(kForwardStrip, p.channels - channel);
     for_pieces(p, index, [&](const Piece& piece) {
-      convolve<T, kTaps, 2>(p, piece, plan.weights, plan.weight_row, channel, output);
+      for (int64_t t = piece.begin; t < piece.end; ++t) {
+        const int64_t present = smaller(p.taps, t - piece.start + 1);
+        const T* input = static_cast<const T*>(p.hidden_states) + t * p.token + channel;
+        T* output = static_cast<T*>(plan.output) + t * p.channels + channel;
+        const float* weights = plan.weights + (p.taps - present) * plan.weight_row + channel;
+        with_taps(present, [&](auto taps) {
+          output_row<T, decltype(taps)::value>(p, input, weights, plan.weight_row, count, output);
+        });
+      }
     });
   }
-  if (channel >= p.channels) return;
-  for_pieces(p, index, [&](const Piece& piece) {
-    convolve<T, kTaps, 1>(p, piece, plan.weights, plan.weight_row, channel, output);
-  });
 }
 
-template <typename T, int kTaps>
+// Gradients of the sums pass through a ring of rows: token t's input waits for those of t .. t + taps - 1.
+template <typename T>
+void backward_piece(const MoembCausalConv& p, const Plan& plan, const Piece& piece, int64_t channel,
+                    float* grad_weights) {
+  alignas(64) float ring[kMaxTaps][kBackwardStrip];
+  const int64_t count = smaller(kBackwardStrip, p.channels - channel), row = plan.weight_row;
+  const auto finish_input = [&](int64_t t) {
+    const int64_t present = smaller(p.taps, piece.stop - t);
+    const float* grads[kMaxTaps];
+    for (int64_t i = 0; i < present; ++i) grads[i] = ring[(t + i) % kMaxTaps];
+    T* grad_input = static_cast<T*>(plan.output) + t * p.channels + channel;
+    const float* newest = plan.weights + (p.taps - 1) * row + channel;
+    with_taps(present, [&](auto taps) {
+      input_gradient_row<T, decltype(taps)::value>(grads, newest, row, count, grad_input);
+    });
+  };
+  // the tokens behind the block complete its last inputs; their share of grad_weight is their own block's
+  const int64_t stop = smaller(piece.end + p.taps - 1, piece.stop);
+  int64_t unfinished = piece.begin;
+  for (int64_t t = piece.begin; t < stop; ++t) {
+    const int64_t present = smaller(p.taps, t - piece.start + 1), skipped = (p.taps - present) * row;
+    const T* input = static_cast<const T*>(p.hidden_states) + t * p.token + channel;
+    const T* grad_output = static_cast<const T*>(plan.grad_output) + t * p.channels + channel;
+    float* sums = t < piece.end ? grad_weights + skipped : nullptr;
+    with_taps(present, [&](auto taps) {
+      sum_gradient_row<T, decltype(taps)::value>(p, input, plan.weights + skipped + channel, row, count, grad_output,
+                                                 ring[t % kMaxTaps], sums);
+    });
+    if (t - unfinished == p.taps - 1) finish_input(unfinished++);
+  }
+  while (unfinished < piece.end) finish_input(unfinished++);
+}
+
+template <typename T>
 void backward_block(const MoembCausalConv& p, const Plan& plan, int64_t index) {
-  for (int64_t channel = 0; channel < p.channels; channel += kLanes) {
-    Vec grad_weight[kTaps];
-    for (int i = 0; i < kTaps; ++i) grad_weight[i] = zeros();
-    for_pieces(p, index, [&](const Piece& piece) {
-      convolve_backward<T, kTaps>(p, piece, plan.weights, plan.weight_row, channel,
-                                  static_cast<const T*>(plan.grad_output), static_cast<T*>(plan.output), grad_weight);
-    });
-    float* sums = plan.grad_weights + index * kTaps * plan.weight_row + channel;
-    for (int i = 0; i < kTaps; ++i) store(sums + i * plan.weight_row, grad_weight[i]);
+  for (int64_t channel = 0; channel < p.channels; channel += kBackwardStrip) {
+    float* sums = plan.grad_weights + index * p.taps * plan.weight_row + channel;
+    const size_t bytes = sizeof(float) * static_cast<size_t>(smaller(kBackwardStrip, plan.weight_row - channel));
+    for (int64_t i = 0; i < p.taps; ++i) memset(sums + i * plan.weight_row, 0, bytes);
+    for_pieces(p, index, [&](const Piece& piece) { backward_piece<T>(p, plan, piece, channel, sums); });
   }
 }
 
-template <typename T, int kTaps = kMaxTaps>
+template <typename T>
 void block_of(const MoembCausalConv& p, const Plan& plan, int64_t index) {
-  if (p.taps == kTaps) {
-    plan.grad_output == nullptr ? forward_block<T, kTaps>(p, plan, index) : backward_block<T, kTaps>(p, plan, index);
-  } else if constexpr (kTaps > 1) {
-    block_of<T, kTaps - 1>(p, plan, index);
-  }
+  plan.grad_output == nullptr ? forward_block<T>(p, plan, index) : backward_block<T>(p, plan, index);
 }
 
 void run_blocks(const MoembCausalConv& p, const Plan& plan) {
@@ -218,8 +248,7 @@ float* transposed_weights(const MoembCausalConv& p, int64_t weight_row) {
   return weights;
 }
 
-// Strips are two vectors wide, so rows end on a multiple of two vectors.
-int64_t padded_channels(int64_t channels) { return (channels + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
+int64_t padded_channels(int64_t channels) { return (channels + kLanes - 1) / kLanes * kLanes; }
 
 }  // namespace
 }  // namespace moemb
