@@ -190,6 +190,9 @@ typedef struct {
 // query's sum of exponentials, may be null.
 int moemb_cpu_attention(const MoembAttention* inputs, void* output, float* log_sum);
 
+// The same for bf16 on AMX and a positive scaling; moemb_cpu_attention chooses it.
+int moemb_cpu_attention_amx(const MoembAttention* inputs, void* output, float* log_sum);
+
 // From the results of the forward; gradients in the dtype of the inputs.
 int moemb_cpu_attention_backward(const MoembAttention* inputs, const void* output, const float* log_sum,
                                  const void* grad_output, void* grad_query, void* grad_key, void* grad_value);
