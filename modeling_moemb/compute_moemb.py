@@ -65,6 +65,13 @@ class ComputeRecord:
         self.expert_pairs = torch.cat([self.expert_pairs, load.sum(-1)[None]])
         self.pooled_only |= pooled_only
 
+    def skip_rate(self, slots: int) -> float:
+        """Fraction of the pairs of full compute (`slots` for each row that reaches the experts) that were not run."""
+        rows = self.tokens.sum(1)
+        if self.pooled_only:
+            rows[-1] = len(self.lengths[-1])
+        return 1 - int(self.expert_pairs.sum()) / (slots * int(rows.sum()))
+
 
 @dataclass(frozen=True)
 class ItemShape:

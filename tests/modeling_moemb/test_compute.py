@@ -179,6 +179,16 @@ def test_pooled_only_counts_the_last_block_for_the_pooled_tokens(tiny_config):
     assert whole.decoder - pooled.decoder == 2 * spared
 
 
+@pytest.mark.parametrize("pooled_only", [False, True])
+def test_the_skip_rate_is_the_share_of_pairs_not_run(tiny_config, pooled_only):
+    items = [ItemShape(10), ItemShape(3, images=[(4, 4)])]
+    rates = [
+        record_of_shapes(tiny_config, items, budget, pooled_only).skip_rate(2)
+        for budget in ({}, {"top_k": 1}, {"token_pruning": {"layer": 4, "keep": 0.5}})
+    ]
+    assert rates == [0, 0.5, 0]  # a dropped token is no skipped expert
+
+
 def test_the_budget_of_the_configuration_counts_when_none_is_given(tiny_config):
     config = type(tiny_config)(**{**tiny_config.to_dict(), "adaptive_compute": {"top_k": 1}, "emb_token_id": EMB_ID})
     own, full, given = (record_of_shapes(config, [ItemShape(5)], budget) for budget in (None, {}, {"top_k": 1}))
