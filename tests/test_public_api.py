@@ -33,7 +33,16 @@ def test_public_names_are_documented(name):
 
 
 def test_verbs():
-    assert list(cli.VERBS) == ["data", "train", "evaluate", "convert", "kernels", "quickstart"]
+    assert list(cli.VERBS) == [
+        "data",
+        "train",
+        "evaluate",
+        "bench",
+        "convert",
+        "prune-experts",
+        "kernels",
+        "quickstart",
+    ]
 
 
 def test_model_type_and_ancestry():

@@ -27,7 +27,7 @@ def test_the_tree_names_every_file_once(room):
 
 
 def test_commands_and_flags_exist(capsys):
-    calls = re.findall(r"^(moemb (\w+)[^#\n]*)", README, re.MULTILINE)
+    calls = re.findall(r"^(moemb ([\w-]+)[^#\n]*)", README, re.MULTILINE)
     assert {verb for _, verb in calls} == set(cli.VERBS)
     for call, verb in calls:
         with pytest.raises(SystemExit):

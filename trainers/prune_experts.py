@@ -77,7 +77,8 @@ class PruneExpertsConfig:
         bootstrap_samples (`int`, *optional*, defaults to 1000): resamples behind each interval.
         seed (`int`, *optional*, defaults to 0): seed of all draws.
         max_shard_gb (`float`, *optional*, defaults to 4): size of a weight file in GiB.
-        device (`str`, *optional*): device; chosen by Sentence Transformers when left out.
+        device (`str`, *optional*): device; chosen by Sentence Transformers when left out. `"auto"` spreads a model
+            that does not fit over the devices, the memory and the disk, by accelerate.
     """
 
     model: str
@@ -193,8 +194,21 @@ class ExpertPruning:
     def encoder(self) -> Any:
         """The model as users load it, a `SentenceTransformer`; loaded on first use."""
         if self._encoder is None:
-            self._encoder, _ = load_model(str(self.folder), self.config.device)
+            self._encoder = self._load()
         return self._encoder
+
+    def _load(self) -> Any:
+        if self.config.device != "auto":
+            return load_model(str(self.folder), self.config.device)[0]
+        from sentence_transformers import SentenceTransformer
+
+        offload = cache_folder() / "offload" / self.fingerprint[:16]
+        offload.mkdir(parents=True, exist_ok=True)
+        placement = {"device_map": "auto", "offload_folder": str(offload)}
+        try:
+            return SentenceTransformer(str(self.folder), trust_remote_code=True, model_kwargs=placement)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise PruningError(f"the model '{self.folder}' cannot be loaded with device 'auto': {error}") from error
 
     def statistics(self) -> ExpertStatistics:
         """

@@ -292,7 +292,8 @@ def measure(
         # how items fall into batches matters only where a measurement goes on
         settled = ("batch_size",) if statistics.complete else ()
         check_identity(statistics, {k: v for k, v in identity.items() if k not in settled}, path)
-    device = next(model.parameters()).device
+    # parameters that wait on the disk are on the meta device
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     saved = time.monotonic()
     bar = tqdm(total=len(items), initial=statistics.items, desc="Measuring experts", unit="item", disable=not progress)
     with bar, observed(model, statistics) as announce:

@@ -11,7 +11,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from modeling_moemb import MoEMBModel
@@ -94,29 +94,29 @@ FRESH = """
 import sys, torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
-model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32).eval()
-with torch.no_grad():
-    output = model(**load_file(sys.argv[2])).pooler_output
+vectors = {}
+for folder in sys.argv[3:]:
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    with torch.no_grad():
+        vectors[folder] = model(**load_file(sys.argv[1])).pooler_output
 assert "modeling_moemb" not in sys.modules, "the package was used, not the repository's code"
-save_file({"vectors": output}, sys.argv[3])
+save_file(vectors, sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 2**30])
-def test_the_repository_loads_in_a_fresh_process_and_equals_the_mask(source, tmp_path, shard_bytes):
+def test_the_repository_loads_in_a_fresh_process_and_equals_the_mask(source, tmp_path):
     kept = some_experts(5)
-    target = write_pruned_repository(source, tmp_path / "small", kept, RECORD, max_shard_bytes=shard_bytes)
-    assert (len(list(target.glob("*.safetensors"))) > 1) == (shard_bytes == SHARD_BYTES)
+    one = write_pruned_repository(source, tmp_path / "one", kept, RECORD)
+    many = write_pruned_repository(source, tmp_path / "many", kept, RECORD, max_shard_bytes=SHARD_BYTES)
+    assert len(list(one.glob("*.safetensors"))) == 1 < len(list(many.glob("*.safetensors")))
     whole, processor = (
         AutoModel.from_pretrained(source, trust_remote_code=True),
         MoEMBProcessor.from_pretrained(source),
     )
     features = processor([item.value for item in calibration_items(6, seed=5)])
-    from safetensors.torch import save_file
-
     save_file(dict(features), tmp_path / "features")
     run = subprocess.run(
-        [sys.executable, "-c", FRESH, str(target), str(tmp_path / "features"), str(tmp_path / "vectors")],
+        [sys.executable, "-c", FRESH, *map(str, (tmp_path / "features", tmp_path / "vectors", one, many))],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -125,8 +125,9 @@ def test_the_repository_loads_in_a_fresh_process_and_equals_the_mask(source, tmp
     assert run.returncode == 0, run.stderr[-3000:]
     with torch.no_grad(), masked_experts(whole, kept):
         wanted = whole(**features).pooler_output
-    found = load_file(tmp_path / "vectors")["vectors"]
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
+    found = load_file(tmp_path / "vectors")
+    assert torch.equal(found[str(one)], found[str(many)])
+    torch.testing.assert_close(found[str(one)], wanted, rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
 
 
 def test_what_a_repository_consists_of(source, tmp_path):
@@ -252,10 +253,10 @@ def test_leftovers_of_other_experts_are_not_reused(source, tmp_path):
 
 
 def test_memory_is_that_of_a_block_not_of_a_tensor(tmp_path, tiny_settings, monkeypatch):
-    """A checkpoint of holes, its expert stacks forty times larger than a block."""
+    """A checkpoint of holes, its expert stacks many times larger than a block."""
     settings = json.loads(json.dumps(tiny_settings))
-    settings["text_config"] |= {"hidden_size": 256, "num_experts": 64, "moe_intermediate_size": 400}
-    settings["vision_config"]["out_hidden_size"] = 256
+    settings["text_config"] |= {"hidden_size": 128, "num_experts": 64, "moe_intermediate_size": 100}
+    settings["vision_config"]["out_hidden_size"] = 128
     processor = lean_processor()
     config = pruning_config(settings, processor)
     folder = tmp_path / "whole"
@@ -273,7 +274,7 @@ def test_memory_is_that_of_a_block_not_of_a_tensor(tmp_path, tiny_settings, monk
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    block = 2**20
+    block = 2**16
     monkeypatch.setattr(convert_safetensors, "BLOCK_BYTES", block)
     largest = max(4 * int(np.prod(shape)) for shape in shapes.values())
     assert end > 400 * block and largest > 40 * block
@@ -282,7 +283,7 @@ def test_memory_is_that_of_a_block_not_of_a_tensor(tmp_path, tiny_settings, monk
     write_pruned_repository(folder, tmp_path / "small", kept, RECORD)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 16 * block, f"{peak / block:.1f} blocks"
+    assert peak < 2**21, f"{peak / block:.1f} blocks"
     written = sum(tensor.num_bytes for tensor in read_checkpoint(tmp_path / "small").values())
     experts = sum(4 * int(np.prod(shape)) for key, shape in shapes.items() if key.endswith(PER_EXPERT))
     assert written == end - experts // 2

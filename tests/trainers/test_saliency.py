@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModel
 
 from moemb.trainers import saliency
 from moemb.trainers.calibration_data import CalibrationItem
@@ -146,6 +147,19 @@ def test_few_rows_at_once_change_nothing(model, processor, tmp_path, monkeypatch
     measured = [shape for shape in rows if shape[1] == 1]
     assert max(shape[0] for shape in measured) == 16 * TOP_K < whole.tokens[0].sum()
     assert_same_sums(parts, {name: getattr(whole, name).double() for name in SUMS}, rtol=1e-6)
+
+
+def test_a_model_that_waits_on_the_disk_is_measured_to_the_same_bits(tiny_settings, processor, tmp_path):
+    folder, items = write_repository(tmp_path / "r", tiny_settings), calibration_items(4)
+    whole = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    places = dict.fromkeys(("visual", "language_model.embed_tokens", "language_model.rotary_emb"), "cpu")
+    places |= dict.fromkeys(("language_model.layers", "language_model.norm"), "disk")
+    waiting = AutoModel.from_pretrained(
+        folder, trust_remote_code=True, device_map=places, offload_folder=str(tmp_path / "offload")
+    )
+    assert expert_blocks(waiting)[0].experts.down_proj.is_meta
+    found = measure(waiting, processor, items, IDENTITY, tmp_path / "a", progress=False)
+    assert_same_bits(found, measure(whole, processor, items, IDENTITY, tmp_path / "b", progress=False))
 
 
 def test_a_budget_in_the_configuration_is_not_measured(model, processor, tmp_path, monkeypatch):
