@@ -135,6 +135,15 @@ def test_large_scores(moemb_cpu, dtype):
     assert all(result.isfinite().all() for result in results)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaling", [-0.3, 0.0])
+def test_scaling_that_is_not_positive(moemb_cpu, dtype, scaling):
+    lengths = [33, 150]
+    tensors, cu_seqlens = packed(lengths, 2, 1, 32, dtype)
+    output = moemb_cpu.varlen_attention(*tensors, cu_seqlens, scaling, False)
+    assert_close([output], [naive(*(states.double() for states in tensors), lengths, scaling, False)])
+
+
 def test_wrong_arguments(moemb_cpu):
     (query, key, value), cu_seqlens = packed([4, 3], 4, 2, 16, torch.float32)
     attention = moemb_cpu.varlen_attention

@@ -7,7 +7,8 @@ from .row_cases import assert_close, assert_same_bits, in_fp64, poisoned, thread
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
-# with one feature the gradient of the states is almost 0: errors are compared with 1; odd widths end in a masked vector; 2,000 rows make more than one block of the weight's gradient
+# with one feature the gradient of the states is almost 0: errors are compared with 1;
+# odd widths end in a masked vector; 2,000 rows make more than one block of the weight's gradient
 SHAPES = [(0, 64), (1, 1), (7, 15), (5, 3, 64), (33, 192), (2000, 33), (3, 1000)]
 
 

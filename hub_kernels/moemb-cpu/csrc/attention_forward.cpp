@@ -175,5 +175,9 @@ using namespace moemb;
 extern "C" int moemb_cpu_attention(const MoembAttention* inputs, void* output, float* log_sum) {
   if (!valid_segments(*inputs)) return MOEMB_BAD_ARGUMENT;
   if (inputs->dtype == MOEMB_FP32) return attend(*inputs, static_cast<float*>(output), log_sum);
+  // the softmax on AMX finds the maximum before it scales
+  if (moemb_cpu_isa() >= MOEMB_ISA_AMX && inputs->scaling > 0.0f) {
+    return moemb_cpu_attention_amx(inputs, output, log_sum);
+  }
   return attend(*inputs, static_cast<Bf16*>(output), log_sum);
 }

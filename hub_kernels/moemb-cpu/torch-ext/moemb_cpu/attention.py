@@ -50,6 +50,7 @@ def varlen_attention(
 ) -> Tensor:
     """Softmax attention of each segment on itself, with an online softmax (FlashAttention, arXiv 2307.08691).
 
+    fp32 inside. On AMX the forward of bf16 inputs rounds the probabilities to bf16 before they meet the values.
     A segment's bits depend neither on the other segments nor on the number of threads.
 
     Args:
@@ -104,7 +105,11 @@ def varlen_attention(
 
 
 def supports_varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> bool:
-    """Whether `varlen_attention` runs on these tensors without a copy."""
+    """Whether `varlen_attention` runs on these tensors without a copy.
+
+    There is no threshold on lengths: on AMX it was faster than bucketed `scaled_dot_product_attention` at every length
+    tried from 16 to 4,096, causal and not, forward and backward, in fp32 and bf16.
+    """
     return (
         query.dtype in FLOATS
         and all(
