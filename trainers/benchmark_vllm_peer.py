@@ -40,6 +40,8 @@ class VllmPeer:
                 "OMP_NUM_THREADS": str(threads),
                 "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind" if threads > 1 else "auto",
+                # in its own process the engine would survive us when we are killed
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_LOGGING_LEVEL": "ERROR",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
@@ -98,14 +100,13 @@ def export_stock(stock, folder: Path) -> None:
         stock (`Qwen3_5MoeModel`): the model; its text decoder is written, with its embedding as output layer.
         folder (`Path`): an empty folder.
     """
-    from transformers import Qwen3_5MoeForConditionalGeneration
+    from transformers import Qwen3_5MoeForCausalLM
 
-    stock.config.tie_word_embeddings = False
     with torch.device("meta"):
-        model = Qwen3_5MoeForConditionalGeneration(stock.config)
-    model.model = stock
+        model = Qwen3_5MoeForCausalLM(stock.config.text_config)
+    model.model = stock.language_model
     model.lm_head.weight = stock.get_input_embeddings().weight
     model.save_pretrained(folder, max_shard_size="50GB")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    settings |= {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "eos_token_id": EMB_ID}
+    settings |= {"architectures": ["Qwen3_5MoeForCausalLM"], "eos_token_id": EMB_ID}
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
