@@ -135,9 +135,13 @@ def kernel_names(path: Path) -> list[str]:
 
 
 def _library() -> ModuleType | None:
-    """The `kernels` library, without which a build cannot be loaded."""
+    """The `kernels` library, without which a build cannot be loaded.
+
+    Imported nowhere else: whatever stands outside a `try` becomes a demand on every user of a published model.
+    """
     try:
         import kernels
+        import kernels._rust
     except ImportError:
         return None
     return kernels
@@ -183,10 +187,9 @@ def _load_hub(name: str, hub_id: str, device: str, trust: bool | tuple[str, ...]
 
 def variants_for(path: Path, device: str) -> list[Path]:
     """Variant folders below `path` whose backend is `device`."""
-    from kernels._rust import Metadata
-
+    read = _library()._rust.Metadata.read_from_file
     files = metadata_files(path)
-    return [f.parent for f in files if str(Metadata.read_from_file(f).backend.backend_type).lower() == device]
+    return [file.parent for file in files if str(read(file).backend.backend_type).lower() == device]
 
 
 def check_digest(variant: Path) -> bool:
@@ -196,15 +199,16 @@ def check_digest(variant: Path) -> bool:
         `bool`: whether the metadata holds hashes at all.
 
     Raises:
-        ValueError: a file is missing, unknown or changed.
+        ValueError: a file is missing, unknown or changed, or the `kernels` package is not installed.
     """
-    from kernels._rust import Digest, Metadata
-
-    expected = Metadata.read_from_file(variant / "metadata.json").digest
+    library = _library()
+    if library is None:
+        raise ValueError(NO_LIBRARY)
+    expected = library._rust.Metadata.read_from_file(variant / "metadata.json").digest
     if expected is None:
         return False
     try:
-        expected.validate(Digest.hash_variant(expected.algorithm, variant))
+        expected.validate(library._rust.Digest.hash_variant(expected.algorithm, variant))
     except Exception as error:
         raise ValueError(f"wrong digest in {variant}: {_brief(error)}") from error
     return True

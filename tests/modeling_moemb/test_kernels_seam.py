@@ -7,8 +7,10 @@ import pickle
 import threading
 from pathlib import Path
 
+import kernels
 import pytest
 import torch
+from transformers.dynamic_module_utils import get_imports
 
 from modeling_moemb import kernel_sources_moemb, kernels_moemb, kernels_report, use_kernels
 from modeling_moemb.kernels_moemb import kernel, kernel_sources
@@ -197,6 +199,12 @@ def test_other_devices_have_no_kernels(tmp_path):
     assert kernel("swiglu", X.to("meta")) is None
 
 
+@pytest.mark.parametrize("module", [kernels_moemb, kernel_sources_moemb])
+def test_the_kernels_package_is_no_demand_of_published_models(module):
+    """transformers refuses to load a model whose files import a missing package, inside functions too."""
+    assert "kernels" not in get_imports(module.__file__)
+
+
 def test_the_kernels_package_is_optional(tmp_path, monkeypatch, said):
     make_kernel(tmp_path / "staged" / "moemb-cpu", "no-library")
     monkeypatch.setitem(__import__("sys").modules, "kernels", None)
@@ -206,6 +214,8 @@ def test_the_kernels_package_is_optional(tmp_path, monkeypatch, said):
 
 class FakeLibrary:
     """Records what is asked of the `kernels` package."""
+
+    _rust = kernels._rust
 
     def __init__(self, error: Exception | None = None):
         self.calls = []
