@@ -310,11 +310,11 @@ def _bits(dtype: str) -> Callable[[Context], dict[str, Any]]:
 
 CASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "text-bf16": _text("bf16", 6.0),
-    "text-fp32": _text("fp32", 2.5),
     "mixed-bf16": _mixed,
     "shared-prefix": _shared_prefix,
     "long": _long,
     "bits-bf16": _bits("bf16"),
+    "text-fp32": _text("fp32", 2.5),
     "bits-fp32": _bits("fp32"),
     "query": _query,
     "conversion-2k": _conversion(2048, None),

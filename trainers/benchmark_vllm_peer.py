@@ -39,7 +39,7 @@ class VllmPeer:
             environment |= {
                 "OMP_NUM_THREADS": str(threads),
                 "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind" if threads > 1 else "auto",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" takes all cores whatever the number of threads
                 # in its own process the engine would survive us when we are killed
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_LOGGING_LEVEL": "ERROR",
