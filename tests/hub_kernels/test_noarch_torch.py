@@ -86,7 +86,7 @@ LENGTHS = [[1], [0, 1, 63, 64, 65], [3, 0, 16, 17, 5], [200], [0, 0, 130, 2, 0]]
 def test_delta_rule(lengths):
     mixed, inputs, cu_seqlens = packed_qkv(lengths, 2, 4, 20, 24, torch.float32)
     expected, actual = delta_rule_oracle(*inputs, cu_seqlens), GATED_DELTA.gated_delta_rule(*inputs, cu_seqlens)
-    assert_close(actual, expected, 2e-6, "output")
+    assert_close(actual, expected, 5e-6, "output")
     leaves, grad = (mixed, *inputs[3:]), torch.randn(actual.shape)
     wanted = torch.autograd.grad(expected, leaves, grad.double())
     for a, b in zip(torch.autograd.grad(actual, leaves, grad), wanted):
@@ -249,7 +249,7 @@ def test_both_variants_take_cpu_tensors(repo, variant):
         assert_close(module.experts(*inputs), experts_oracle(*inputs), 1e-5)
     else:
         _, inputs, cu_seqlens = packed_qkv([5, 20], 1, 2, 8, 8, torch.float32)
-        assert_close(module.gated_delta_rule(*inputs, cu_seqlens), delta_rule_oracle(*inputs, cu_seqlens), 2e-6)
+        assert_close(module.gated_delta_rule(*inputs, cu_seqlens), delta_rule_oracle(*inputs, cu_seqlens), 5e-6)
 
 
 def test_layers_stand_in_for_stock_modules():

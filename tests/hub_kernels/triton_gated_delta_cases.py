@@ -34,7 +34,7 @@ def triton_on_poisoned_memory(monkeypatch):
 def test_delta_rule(lengths):
     mixed, inputs, cu_seqlens = packed_qkv(lengths, 1, 2, 20, 24, torch.float32)
     expected, actual = delta_rule_oracle(*inputs, cu_seqlens), KERNEL.gated_delta_rule(*inputs, cu_seqlens)
-    assert_close(actual, expected, 2e-6, "output")
+    assert_close(actual, expected, 5e-6, "output")
     leaves, grad = (mixed, *inputs[3:]), torch.randn(actual.shape)
     wanted = torch.autograd.grad(expected, leaves, grad.double())
     for a, b in zip(torch.autograd.grad(actual, leaves, grad), wanted):
@@ -61,7 +61,7 @@ def test_equal_keys_and_no_decay():
 def test_strong_decay_does_not_overflow():
     _, (query, key, value, decay, beta), cu_seqlens = packed_qkv([100], 1, 1, 16, 16, torch.float32)
     inputs = (query, key, value, decay * 100, beta)
-    assert_close(KERNEL.gated_delta_rule(*inputs, cu_seqlens), delta_rule_oracle(*inputs, cu_seqlens), 2e-6)
+    assert_close(KERNEL.gated_delta_rule(*inputs, cu_seqlens), delta_rule_oracle(*inputs, cu_seqlens), 5e-6)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_a_segment_does_not_hear_its_neighbours():
     value[20:90] = torch.nan
     actual = KERNEL.gated_delta_rule(query, key, value, decay, beta, cu_seqlens)
     for rows in (slice(0, 20), slice(90, 99)):
-        assert_close(actual[rows], expected[rows], 2e-6)
+        assert_close(actual[rows], expected[rows], 5e-6)
 
 
 @pytest.mark.slow

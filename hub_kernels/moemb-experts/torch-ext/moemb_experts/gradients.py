@@ -65,7 +65,7 @@ def _gate_up_gradient_tile(
         tl.store(GATED + place * width + n[None, :], gated.to(GATED.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "pairs", "num_experts", "blocks"])
 def gate_up_gradient_kernel(
     GRAD_OUT,
     DOWN,
@@ -124,7 +124,7 @@ def gate_up_gradient_kernel(
         # fmt: on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "blocks_height", "blocks_width"])
 def matrix_gradient_kernel(
     LEFT,
     RIGHT,

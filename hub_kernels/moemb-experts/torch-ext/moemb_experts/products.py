@@ -2,6 +2,7 @@
 
 The gather of the tokens is the prologue of the products that read tokens; SwiGLU and the routing weight are the
 epilogue of the first. All sums are over the depth in one order, so no result depends on timing: there are no atomics.
+Arguments that change from batch to batch are not specialised: a new batch must not compile anew.
 """
 
 import triton
@@ -105,7 +106,7 @@ def _gate_up_tile(
     tl.store(GATED + place * width + n[None, :], gated.to(GATED.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "num_experts", "blocks"])
 def gate_up_kernel(
     STATES,
     GATE_UP,
@@ -194,7 +195,7 @@ def _row_tile(
     tl.store(PAIRS_OUT + pair[:, None] * width + n[None, :], acc.to(PAIRS_OUT.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts", "blocks"])
 def row_kernel(
     ROWS_IN,
     MATRIX,
@@ -243,7 +244,7 @@ def row_kernel(
         # fmt: on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_experts"])
 def combine_kernel(
     PAIRS,
     INDEX,

@@ -62,7 +62,7 @@ def tile_height(pairs: int, num_experts: int) -> int:
     return max(16, min(MAX_HEIGHT, triton.next_power_of_2(max(1, 2 * pairs // max(1, num_experts)))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "num_experts"])
 def _fill_tiles(
     OFFSETS,
     TILE_EXPERT,

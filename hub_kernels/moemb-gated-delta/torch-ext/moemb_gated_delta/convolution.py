@@ -5,11 +5,11 @@ import triton.language as tl
 
 
 @triton.jit
-def segment_of(CU, token, segments, STEPS: tl.constexpr):
-    """Index of the last entry of `cu_seqlens` that is not behind the token, by bisection; skips empty segments."""
+def segment_of(CU, token, segments, steps):
+    """Index of the last entry of `cu_seqlens` not behind the token, by bisection in `steps`; skips empty segments."""
     low = tl.zeros_like(token)
     high = low + segments
-    for _ in range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         right = tl.load(CU + middle) <= token
         low = tl.where(right, middle, low)
@@ -29,7 +29,7 @@ def _taps_sum(STATES, WEIGHT, row, live, start, channel, wide, stride, TAPS: tl.
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "segments", "steps"])
 def conv_kernel(
     STATES,
     WEIGHT,
@@ -38,10 +38,10 @@ def conv_kernel(
     tokens,
     channels,
     segments,
+    steps,
     stride,
     SILU: tl.constexpr,
     TAPS: tl.constexpr,
-    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -49,7 +49,7 @@ def conv_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live, wide = row < tokens, channel < channels
-    start = tl.load(CU + segment_of(CU, row, segments, STEPS))
+    start = tl.load(CU + segment_of(CU, row, segments, steps))
     out = _taps_sum(STATES, WEIGHT, row, live, start, channel, wide, stride, TAPS)
     if SILU:
         out = out * tl.sigmoid(out)
@@ -57,7 +57,7 @@ def conv_kernel(
     tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=live[:, None] & wide[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "segments", "steps"])
 def conv_weight_gradient_kernel(
     STATES,
     WEIGHT,
@@ -68,10 +68,10 @@ def conv_weight_gradient_kernel(
     tokens,
     channels,
     segments,
+    steps,
     stride,
     SILU: tl.constexpr,
     TAPS: tl.constexpr,
-    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -80,7 +80,7 @@ def conv_weight_gradient_kernel(
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live, wide = row < tokens, channel < channels
     mask = live[:, None] & wide[None, :]
-    start = tl.load(CU + segment_of(CU, row, segments, STEPS))
+    start = tl.load(CU + segment_of(CU, row, segments, steps))
     place = row.to(tl.int64)[:, None] * channels + channel[None, :]
     grad = tl.load(GRAD_OUT + place, mask=mask, other=0.0).to(tl.float32)
     if SILU:
@@ -97,7 +97,7 @@ def conv_weight_gradient_kernel(
         tl.store(target, share, mask=wide)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "segments", "steps"])
 def conv_state_gradient_kernel(
     GRAD_SUM,
     WEIGHT,
@@ -106,8 +106,8 @@ def conv_state_gradient_kernel(
     tokens,
     channels,
     segments,
+    steps,
     TAPS: tl.constexpr,
-    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -115,7 +115,7 @@ def conv_state_gradient_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live, wide = row < tokens, channel < channels
-    end = tl.load(CU + segment_of(CU, row, segments, STEPS) + 1)
+    end = tl.load(CU + segment_of(CU, row, segments, steps) + 1)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for tap in tl.static_range(TAPS):
         source = row + (TAPS - 1 - tap)

@@ -64,7 +64,7 @@ def decay_pairs(aged, index):
     return tl.where(past, tl.exp(tl.where(past, aged[:, None] - aged[None, :], 0.0)), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "steps"])
 def chunk_kernel(
     QUERY,
     KEY,
@@ -76,6 +76,7 @@ def chunk_kernel(
     CU,
     FIRST_CHUNK,
     segments,
+    steps,
     value_heads,
     repeat,
     key_dim,
@@ -89,7 +90,6 @@ def chunk_kernel(
     stride_value_head,
     stride_decay,
     stride_beta,
-    STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -98,7 +98,7 @@ def chunk_kernel(
     """Solve one chunk; write the output if it is its segment's first, the solution if the segment has more chunks."""
     chunk, head = tl.program_id(0) // value_heads, tl.program_id(0) % value_heads
     if chunk < tl.load(FIRST_CHUNK + segments):
-        segment = segment_of(FIRST_CHUNK, chunk, segments, STEPS)
+        segment = segment_of(FIRST_CHUNK, chunk, segments, steps)
         first, end = tl.load(CU + segment), tl.load(CU + segment + 1)
         start = first + (chunk - tl.load(FIRST_CHUNK + segment)) * CHUNK
         index, column = tl.arange(0, CHUNK), tl.arange(0, KEYS)
@@ -178,7 +178,7 @@ def scan_kernel(
             decay = tl.load(DECAY + row.to(tl.int64) * stride_decay + head, mask=live, other=0.0)
             aged, total = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
             solved = tl.load(SOLVED + index[:, None] * CHUNK + index[None, :])
-            SOLVED += value_heads.to(tl.int64) * CHUNK * CHUNK
+            SOLVED += CHUNK * CHUNK * value_heads
             place = row.to(tl.int64)[:, None]
             new = load_rows(VALUE, row, live, n, value_dim, stride_value)
             new -= tl.dot(key, state, input_precision=PRECISION) * tl.exp(aged)[:, None]

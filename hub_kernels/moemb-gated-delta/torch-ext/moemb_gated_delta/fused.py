@@ -59,12 +59,11 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: 
     options["PRECISION"] = product_precision(value.dtype)
     columns = max(16, min(64, triton.next_power_of_2(value_dim)))
     chunk_kernel[(max_chunks * value_heads,)](
-        *(query, key, value, decay, beta, out, solved, cu, first_chunk, segments),
+        *(query, key, value, decay, beta, out, solved, cu, first_chunk, segments, segments.bit_length()),
         *sizes,
         key_dim**-0.5,
         *strides,
         beta.stride(0),
-        STEPS=segments.bit_length(),
         VALUES=columns,
         num_warps=4,
         **options,
@@ -119,11 +118,12 @@ class _Conv(torch.autograd.Function):
     def forward(ctx, states: Tensor, weight: Tensor, cu: Tensor, silu: bool) -> Tensor:
         (tokens, channels), taps = states.shape, weight.shape[1]
         ctx.save_for_backward(states, weight, cu)
-        ctx.options = {"TAPS": taps, "STEPS": (cu.shape[0] - 1).bit_length(), "ROWS": 32, "COLUMNS": 128}
+        ctx.options = {"TAPS": taps, "ROWS": 32, "COLUMNS": 128}
         ctx.silu, ctx.grid = silu, (triton.cdiv(tokens, 32), triton.cdiv(channels, 128))
         out = torch.empty(tokens, channels, dtype=states.dtype, device=states.device)
-        sizes = (tokens, channels, cu.shape[0] - 1, states.stride(0))
-        conv_kernel[ctx.grid](states, weight, cu, out, *sizes, SILU=silu, **ctx.options)
+        segments = cu.shape[0] - 1
+        sizes = (tokens, channels, segments, segments.bit_length())
+        conv_kernel[ctx.grid](states, weight, cu, out, *sizes, states.stride(0), SILU=silu, **ctx.options)
         return out
 
     @staticmethod
@@ -134,7 +134,7 @@ class _Conv(torch.autograd.Function):
         grad_output = grad_output.contiguous()
         grad_sum = torch.empty(tokens, channels, dtype=torch.float32, device=states.device)
         partial = torch.empty(ctx.grid[0], *weight.shape, dtype=torch.float32, device=states.device)
-        sizes = (tokens, channels, segments)
+        sizes = (tokens, channels, segments, segments.bit_length())
         conv_weight_gradient_kernel[ctx.grid](
             states, weight, cu, grad_output, grad_sum, partial, *sizes, states.stride(0), SILU=ctx.silu, **ctx.options
         )

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     STATES,
     GATE,
@@ -33,7 +33,7 @@ def norm_kernel(
     tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "programs"])
 def norm_gradient_kernel(
     STATES,
     GATE,
