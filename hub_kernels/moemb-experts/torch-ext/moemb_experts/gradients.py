@@ -35,6 +35,7 @@ def _gate_up_gradient_tile(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """One tile of `gate_up_gradient_kernel`; sorted rows `first` to `last`, at most ROWS."""
     row = first + tl.arange(0, ROWS)
     live = row < last
     pair = tl.load(ORDER + row, mask=live, other=0)

@@ -67,6 +67,7 @@ def _gate_up_tile(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """One tile of `gate_up_kernel`; sorted rows `first` to `last`, at most ROWS."""
     row = first + tl.arange(0, ROWS)
     live = row < last
     pair = tl.load(ORDER + row, mask=live, other=0)
@@ -181,6 +182,7 @@ def _row_tile(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """One tile of `row_kernel`; sorted rows `first` to `last`, at most ROWS."""
     row = first + tl.arange(0, ROWS)
     live = row < last
     n = column * COLUMNS + tl.arange(0, COLUMNS)
