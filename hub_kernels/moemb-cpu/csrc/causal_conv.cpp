@@ -1,6 +1,6 @@
-// Depthwise causal convolution over packed segments, forward and backward. The tokens are cut into fixed blocks; a block
-// takes its channels strip by strip, each so narrow that the rows in use stay in the first cache and so wide that they
-// are read in long runs.
+// Depthwise causal convolution over packed segments, forward and backward. The tokens are cut into fixed blocks; a
+// block takes its channels strip by strip, each so narrow that the rows in use stay in the first cache and so wide that
+// they are read in long runs.
 #include <stdlib.h>
 
 #include "moemb_cpu.h"

@@ -72,8 +72,8 @@ int moemb_linear_backward(int dtype, const void* source, int64_t source_stride, 
 
 // ---- gated_delta_*.cpp, causal_conv.cpp ----------------------------------------------------------------------------
 
-// Inputs of the gated delta rule over packed segments. All strides count elements; features are contiguous. Any sizes of
-// the features up to 1024; `value_heads` is a multiple of `key_heads` and consecutive value heads share a key head.
+// Inputs of the gated delta rule over packed segments. All strides count elements; features are contiguous. Any sizes
+// of the features up to 1024; `value_heads` is a multiple of `key_heads` and consecutive value heads share a key head.
 typedef struct {
     int32_t dtype;  // of query, key, value, the output and their gradients: fp32, bf16 or fp16
     int64_t tokens, segments;
