@@ -34,6 +34,10 @@ void pack(const Range<T>& range, const Block& block, float* panel) {
   for (int64_t row = 0; row < block.rows; ++row) {
     rows[row] = static_cast<const T*>(p.states) + range.plan.order[block.first + row] / p.slots * p.states_stride;
   }
+  if (block.rows <= kFew) {
+    for (int64_t row = 0; row < block.rows; ++row) widen_row(rows[row], p.hidden, panel + row * p.hidden);
+    return;
+  }
   const Panels panels = {panel, block.rows, p.hidden};
   for (int number = 0; number < panels.count(); ++number) {
     pack_tokens(rows + number * kColumns, panels.vectors(number), p.hidden, panels.at(number));
@@ -60,9 +64,35 @@ void save(const Experts& p, const int32_t* pairs, int64_t tokens, int64_t column
   }
 }
 
+// `up` for at most four tokens, whose states and activations are plain rows.
+template <class T>
+void up_few(const Range<T>& range, const Block& block, const Space& space, int64_t from, int64_t to) {
+  const Experts& p = range.problem;
+  const int64_t hidden = p.hidden, inner = p.intermediate;
+  const T* weight = static_cast<const T*>(p.gate_up_proj) + block.expert * 2 * inner * hidden;
+  const int32_t* pairs = range.plan.order + block.first;
+  const float* tokens[kFew];
+  for (int64_t row = 0; row < block.rows; ++row) tokens[row] = space.panel + row * hidden;
+  for (int64_t i = from * kGroup; i < to * kGroup && i < inner; i += kGroup) {
+    const Mask mask = tail(inner - i);
+    Vec gates[kFew], ups[kFew];
+    any_few(block.rows, weight + i * hidden, hidden, inner - i, tokens, gates);
+    any_few(block.rows, weight + (inner + i) * hidden, hidden, inner - i, tokens, ups);
+    for (int64_t row = 0; row < block.rows; ++row) {
+      const Vec scaled = mul(mul(silu(gates[row]), ups[row]), splat(p.weight[pairs[row]]));
+      store(space.act + row * inner + i, scaled, mask);
+      if (p.saved == nullptr) continue;
+      T* target = static_cast<T*>(p.saved) + pairs[row] * 2 * inner + i;
+      store(target, gates[row], mask);
+      store(target + inner, ups[row], mask);
+    }
+  }
+}
+
 // The first product for groups `from` .. `to` of 16 columns of the intermediate.
 template <class T>
 void up(const Range<T>& range, const Block& block, const Space& space, int64_t from, int64_t to) {
+  if (block.rows <= kFew) return up_few(range, block, space, from, to);
   const Experts& p = range.problem;
   const int64_t hidden = p.hidden, inner = p.intermediate;
   const T* weight = static_cast<const T*>(p.gate_up_proj) + block.expert * 2 * inner * hidden;
@@ -104,8 +134,14 @@ void down(const Range<T>& range, const Block& block, const Space& space, int64_t
     targets[row] = range.outputs + range.plan.order[block.first + row] * p.hidden;
   }
   const T* weight = static_cast<const T*>(p.down_proj) + block.expert * p.hidden * p.intermediate;
+  const T* no_bias = nullptr;
+  if (block.rows <= kFew) {
+    const float* tokens[kFew];
+    for (int64_t row = 0; row < block.rows; ++row) tokens[row] = space.act + row * p.intermediate;
+    return multiply_few(weight, p.hidden, no_bias, tokens, block.rows, p.intermediate, from, to, targets);
+  }
   const Panels acts = {space.act, block.rows, p.intermediate};
-  multiply_rows(weight, p.hidden, static_cast<const T*>(nullptr), acts, from, to, targets, space.scratch);
+  multiply_rows(weight, p.hidden, no_bias, acts, from, to, targets, space.scratch);
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,10 @@
 //   forward   A = rows of the weights (fp32: in place); panel = tokens, packed while they are gathered.
 //   backward  A = gathered rows of tokens; panel = columns of the weights, packed 48 at a time.
 //
+//
+// For up to four tokens `few` reads 16 weight rows as they lie and turns them in registers: a panel of mostly empty
+// columns would make such products slower than reading the weights.
+//
 // The sum over k is one chain of fused multiply-adds from the first k to the last, whatever the numbers of rows and
 // columns, so a token's result depends on nothing but that token.
 #pragma once
@@ -188,6 +192,68 @@ inline void widen_row(const T* source, int64_t width, float* target) {
 inline int64_t block_tokens(int64_t width) {
   const int64_t tokens = (768 << 10) / (width * 4) / kColumns * kColumns;
   return tokens < kColumns ? kColumns : (tokens > kMostTokens ? kMostTokens : tokens);
+}
+
+// ---- few tokens ---------------------------------------------------------------------------------------------------
+
+constexpr int kFew = 4;
+
+// sums[token] = 16 sums over k of matrix[row][k] * tokens[token][k], one per row; the last of `valid` rows is repeated.
+// Products and their order are those of `tile`.
+template <int Tokens, class T>
+inline void few(const T* matrix, int64_t width, int64_t valid, const float* const* tokens, Vec sums[Tokens]) {
+  constexpr int64_t ahead = 256;  // elements
+  for (int token = 0; token < Tokens; ++token) sums[token] = zeros();
+  for (int64_t k = 0; k < width; k += kLanes) {
+    const Mask mask = tail(width - k);
+    Vec columns[kLanes];
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes; ++row) {
+      const T* source = matrix + (row < valid ? row : valid - 1) * width + k;
+      _mm_prefetch(reinterpret_cast<const char*>(source + ahead), _MM_HINT_T0);
+      columns[row] = load(source, mask);
+    }
+    transpose(columns);
+    if (width - k >= kLanes) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+#pragma GCC unroll 4
+        for (int token = 0; token < Tokens; ++token) {
+          sums[token] = fma(columns[i], splat(tokens[token][k + i]), sums[token]);
+        }
+      }
+      continue;
+    }
+    for (int64_t i = 0; i < width - k; ++i) {
+      for (int token = 0; token < Tokens; ++token) {
+        sums[token] = fma(columns[i], splat(tokens[token][k + i]), sums[token]);
+      }
+    }
+  }
+}
+
+template <class T>
+inline void any_few(int64_t count, const T* matrix, int64_t width, int64_t valid, const float* const* tokens,
+                    Vec sums[kFew]) {
+  switch (count) {
+    case 1: return few<1>(matrix, width, valid, tokens, sums);
+    case 2: return few<2>(matrix, width, valid, tokens, sums);
+    case 3: return few<3>(matrix, width, valid, tokens, sums);
+    default: return few<4>(matrix, width, valid, tokens, sums);
+  }
+}
+
+// As multiply_rows, for `count` <= 4 tokens of `width` fp32 values.
+template <class T>
+inline void multiply_few(const T* weight, int64_t outputs, const T* bias, const float* const* tokens, int64_t count,
+                         int64_t width, int64_t from, int64_t to, T* const* targets) {
+  for (int64_t n = from * kGroup; n < to * kGroup && n < outputs; n += kGroup) {
+    const Mask mask = tail(outputs - n);
+    const Vec shift = bias == nullptr ? zeros() : load(bias + n, mask);
+    Vec sums[kFew];
+    any_few(count, weight + n * width, width, outputs - n, tokens, sums);
+    for (int64_t token = 0; token < count; ++token) store(targets[token] + n, add(sums[token], shift), mask);
+  }
 }
 
 }  // namespace

@@ -15,10 +15,19 @@ void forward_task(const Linear& p, int64_t first, int64_t count, int64_t from, i
     rows[row] = static_cast<const T*>(p.source) + (first + row) * p.source_stride;
     targets[row] = static_cast<T*>(p.target) + (first + row) * p.outputs;
   }
+  const T *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
+  if (count <= kFew) {
+    const float* tokens[kFew];
+    for (int64_t row = 0; row < count; ++row) {
+      widen_row(rows[row], p.inputs, space + row * p.inputs);
+      tokens[row] = space + row * p.inputs;
+    }
+    return multiply_few(weight, p.outputs, bias, tokens, count, p.inputs, from, to, targets);
+  }
   for (int number = 0; number < panels.count(); ++number) {
     pack_tokens(rows + number * kColumns, panels.vectors(number), p.inputs, panels.at(number));
   }
-  multiply_rows(static_cast<const T*>(p.weight), p.outputs, static_cast<const T*>(p.bias), panels, from, to, targets,
+  multiply_rows(weight, p.outputs, bias, panels, from, to, targets,
                 space + round_up(Panels::floats(count, p.inputs), kLanes));
 }
 
