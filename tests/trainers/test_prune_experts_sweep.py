@@ -22,7 +22,13 @@ from moemb.trainers.prune_experts_sweep import (
     sweep_tasks,
 )
 from moemb.trainers.quickstart_model import load_model
-from moemb.trainers.saliency import ExpertStatistics, SaliencyError, expert_blocks, load_statistics
+from moemb.trainers.saliency import (
+    ExpertStatistics,
+    SaliencyError,
+    expert_blocks,
+    load_statistics,
+    weights_fingerprint,
+)
 from tests.processors import lean_processor
 
 from .pruning_repository import BLOCKS, EXPERTS, TOP_K, calibration_items, pruning_model, write_repository
@@ -257,11 +263,17 @@ def test_mistakes_cost_no_measurement(recipe, capsys, monkeypatch, flags, match)
     assert match in error and error.startswith("moemb prune-experts: error:") and len(error.splitlines()) == 1
 
 
-def test_an_existing_target_and_statistics_of_another_model_are_refused(recipe, tmp_path, capsys, tiny_settings):
+def test_an_existing_target_and_statistics_of_another_model_are_refused(
+    recipe, tmp_path, capsys, tiny_settings, monkeypatch
+):
     file = str(tmp_path / "s.safetensors")
     assert verb(recipe, "--statistics", file) == 0
+    # from here on all is refused before calibration items are even read
+    monkeypatch.setattr(prune_experts, "read_calibration_data", lambda *_: pytest.fail("items were read"))
+    monkeypatch.setattr(prune_experts, "weights_fingerprint", lambda *_: pytest.fail("weights were read"))
     assert verb(recipe, "--statistics", file) == 1
     assert "exists already; remove it or choose another output" in capsys.readouterr().err
+    monkeypatch.setattr(prune_experts, "weights_fingerprint", weights_fingerprint)
     other = write_repository(tmp_path / "other", tiny_settings, seed=1)
     flags = ["--model", str(other), "--statistics", file, "--output", str(tmp_path / "x")]
     for extra in ([], ["--calibration_data", "{}"]):
