@@ -159,6 +159,34 @@ def test_beta_is_zero_where_no_token_is_alive(shared_model):
         assert torch.equal(beta.any(-1), output.keep_mask if block >= 4 else alive)
 
 
+def test_tiers_give_more_experts_to_a_higher_beta(shared_model):
+    """Within an item and modality, among the tokens alive; `<emb>` keeps its own number."""
+    items, calls = mixed_items(), []
+    budget = {"tiered_top_k": {"layer": 3, "min": 1}, "token_pruning": {"layer": 5, "keep": 0.5, "score": "uniform"}}
+    handles = [
+        layer.mlp.experts.register_forward_hook(lambda module, inputs, output: calls.append(inputs[1]))
+        for layer in shared_model.language_model.layers
+    ]
+    output = run(shared_model, items, budget, output_beta=True, output_compute=True)
+    for handle in handles:
+        handle.remove()
+    score = torch.stack(output.beta[:3]).mean((0, -1))
+    batch = collate(items)
+    for block, chosen in enumerate(calls):
+        alive = output.keep_mask if block >= 5 else batch["attention_mask"].bool()
+        experts = torch.zeros(alive.shape, dtype=torch.long)
+        experts[alive] = (chosen < 8).sum(1)
+        for row in range(len(items)):
+            (length,) = alive[row].nonzero()[-1].tolist()
+            assert experts[row, length] == 2
+            for kind in range(3):
+                tokens = alive[row] & (batch["mm_token_type_ids"][row] == kind)
+                places = tokens.nonzero().flatten().tolist()
+                places = sorted(set(places) - {length}, key=lambda place: (-score[row, place].item(), place))
+                half = (len(places) + 1) // 2 if block >= 3 else len(places)
+                assert [int(experts[row, place]) for place in places] == [2] * half + [1] * (len(places) - half)
+
+
 def test_attention_is_computed_for_its_control_alone(shared_model, monkeypatch):
     calls = []
     from modeling_moemb import decoder_moemb
