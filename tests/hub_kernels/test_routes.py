@@ -43,6 +43,18 @@ def test_our_repositories(name, request):
     assert {"cpu, path", "cpu, LOCAL_KERNELS", "cpu, Hub cache"} <= set(routes)
 
 
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in KERNELS.glob("*/build.toml")))
+def test_the_tests_that_travel_with_a_repository(name, request):
+    import stage
+
+    if name == "moemb-cpu":
+        request.getfixturevalue("compiler")
+    stage.stage(KERNELS / name)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "kernels_ci", f"{name}/tests"]
+    result = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_a_layer_takes_the_place_of_a_forward(plain_build):
     from routes import BackendLayerRepository
 

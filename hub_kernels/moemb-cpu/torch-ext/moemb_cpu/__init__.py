@@ -1,30 +1,29 @@
 """Kernels of sparse mixture-of-experts embedders for x86 CPUs with AVX-512 or AMX."""
 
-import importlib
-from pathlib import Path
-
 from . import layers
+from .attention import supports_varlen_attention, varlen_attention
+from .conv import causal_conv, supports_causal_conv
 from .cpu import isa, isa_level, limit_isa
+from .experts import experts, supports_experts
+from .gated_delta import gated_delta_rule, supports_gated_delta_rule
+from .linear import linear, supports_linear
+from .norms import gated_rms_norm, rms_norm, supports_gated_rms_norm, supports_rms_norm
+from .router import supports_top_k_router, top_k_router
+from .rows import rotary, supports_rotary, supports_swiglu, swiglu
 
 
-# family -> operators; each family module offers `<op>` and `supports_<op>(*tensors) -> bool`
-_FAMILIES = {
-    "experts": ["experts"],
-    "linear": ["linear"],
-    "gated_delta": ["gated_delta_rule"],
-    "conv": ["causal_conv"],
-    "norms": ["rms_norm", "gated_rms_norm"],
-    "router": ["top_k_router"],
-    "attention": ["varlen_attention"],
-    "rows": ["swiglu", "rotary"],
+_SUPPORTS = {
+    "causal_conv": supports_causal_conv,
+    "experts": supports_experts,
+    "gated_delta_rule": supports_gated_delta_rule,
+    "gated_rms_norm": supports_gated_rms_norm,
+    "linear": supports_linear,
+    "rms_norm": supports_rms_norm,
+    "rotary": supports_rotary,
+    "swiglu": supports_swiglu,
+    "top_k_router": supports_top_k_router,
+    "varlen_attention": supports_varlen_attention,
 }
-_SUPPORTS = {}
-for _family, _ops in _FAMILIES.items():
-    if (Path(__file__).parent / f"{_family}.py").is_file():
-        _module = importlib.import_module(f".{_family}", __name__)
-        for _op in _ops:
-            globals()[_op] = getattr(_module, _op)
-            _SUPPORTS[_op] = getattr(_module, f"supports_{_op}")
 
 
 def supports(op: str, *tensors) -> bool:
@@ -38,4 +37,19 @@ def supports(op: str, *tensors) -> bool:
     return check is not None and isa_level() > 0 and check(*tensors)
 
 
-__all__ = ["isa", "layers", "limit_isa", "supports", *_SUPPORTS]
+__all__ = [
+    "causal_conv",
+    "experts",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "isa",
+    "layers",
+    "limit_isa",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "supports",
+    "swiglu",
+    "top_k_router",
+    "varlen_attention",
+]

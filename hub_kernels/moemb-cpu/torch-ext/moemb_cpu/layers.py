@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .conv import causal_conv
+from .experts import experts
 from .gated_delta import gated_delta_rule
 from .norms import gated_rms_norm, rms_norm
 from .router import top_k_router
@@ -29,8 +30,6 @@ class MoEMBExperts(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        from .experts import experts
-
         return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
 
 
