@@ -104,6 +104,19 @@ def test_causal_conv_equals_conv1d_per_item(dtype):
     torch.testing.assert_close(weight.grad.double(), exact_weight.grad, atol=10 * tolerance, rtol=tolerance)
 
 
+def test_empty_items_change_nothing_in_the_causal_conv():
+    lengths = [0, 3, 0, 0, 6, 1, 0]
+    weight, filled = torch.randn(7, 4), [length for length in lengths if length]
+    results = []
+    for cut in (lengths, filled):
+        torch.manual_seed(0)
+        states = torch.randn(10, 7, requires_grad=True)
+        output = causal_conv(states, weight, boundaries(cut))
+        output.backward(torch.randn(10, 7))
+        results.append((output, states.grad))
+    torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
+
+
 def test_causal_conv_of_fewer_tokens_than_taps():
     states, weight = torch.randn(2, 5), torch.randn(5, 4)
     expected = torch.stack([states[0] * weight[:, 3], states[1] * weight[:, 3] + states[0] * weight[:, 2]])
