@@ -47,6 +47,7 @@ test-gpu: install
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 # The newest transformers over the packages of $(VENV), in an environment of its own: only what differs is downloaded.
+# pip remarks that moemb pins an older one: that is the point here.
 LATEST := .venv-latest
 
 test-latest: install
@@ -69,4 +70,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache hub_kernels/*/build
