@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as stock
 
-from modeling_moemb import elementwise_moemb, experts_moemb, mixers_moemb, routing_moemb
+from modeling_moemb import delta_rule_moemb, elementwise_moemb, experts_moemb, mixers_moemb, routing_moemb
 from modeling_moemb.kernels_moemb import kernel as find_kernel
 from modeling_moemb.layout_moemb import PackedLayout
 
@@ -110,7 +110,7 @@ def _torch_experts(inputs: Inputs) -> Implementation:
 
 def _torch_rule(inputs: Inputs) -> Implementation:
     layout, arguments = _layout(inputs), list(inputs.values())[:5]
-    return Implementation(lambda: mixers_moemb.gated_delta_rule(*arguments, layout))
+    return Implementation(lambda: delta_rule_moemb.gated_delta_rule(*arguments, layout))
 
 
 def _torch_conv(inputs: Inputs) -> Implementation:

@@ -26,8 +26,8 @@ PATCH_DIM = 3 * TEMPORAL * PATCH * PATCH
 # blocks are 3 Gated DeltaNet to 1 attention; `true` has the widths of Qwen3.5-35B-A3B's blocks
 _SHAPES = {
     "tiny": {
-        "hidden": 64, "experts": 8, "slots": 2, "inner": 32, "key_heads": 2, "value_heads": 4, "delta_dim": 16,
-        "heads": 4, "kv_heads": 2, "dim": 32, "vision": 32, "vision_depth": 1,
+        "hidden": 64, "experts": 8, "slots": 2, "inner": 32, "key_heads": 2, "value_heads": 4, "delta_dim": 64,
+        "heads": 4, "kv_heads": 2, "dim": 64, "vision": 32, "vision_depth": 1,
     },
     "text": {
         "hidden": 1024, "experts": 64, "slots": 8, "inner": 512, "key_heads": 8, "value_heads": 16, "delta_dim": 128,

@@ -19,7 +19,7 @@ def reply_stream():
 
 
 def load(folder: str):
-    """vLLM's engine as an embedder: last-token pooling, unit vectors, no tokenizer."""
+    """vLLM's engine as an embedder: last-token pooling, unit vectors."""
     from vllm import LLM
     from vllm.config import PoolerConfig
 
@@ -27,7 +27,6 @@ def load(folder: str):
         model=folder,
         runner="pooling",
         convert="embed",
-        skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=2048,
         max_num_batched_tokens=8192,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .benchmark_models import EMB_ID, Item
+from .benchmark_models import EMB_ID, VOCABULARY, Item
 from .benchmark_report import BenchmarkError
 
 
@@ -97,10 +97,13 @@ def export_stock(stock, folder: Path) -> None:
     Writes transformers' model as the causal language model that vLLM takes for an embedder.
 
     Args:
-        stock (`Qwen3_5MoeModel`): the model; its text decoder is written, with its embedding as output layer.
+        stock (`Qwen3_5MoeModel`): the model; its text decoder is written, with its embedding as output layer, and
+            a tokenizer of made-up words.
         folder (`Path`): an empty folder.
     """
-    from transformers import Qwen3_5MoeForCausalLM
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3_5MoeForCausalLM
 
     with torch.device("meta"):
         model = Qwen3_5MoeForCausalLM(stock.config.text_config)
@@ -110,3 +113,7 @@ def export_stock(stock, folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings |= {"architectures": ["Qwen3_5MoeForCausalLM"], "eos_token_id": EMB_ID}
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    # it is given ids, and yet does not embed without a tokenizer
+    vocabulary = {f"t{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EMB_ID}").save_pretrained(folder)
