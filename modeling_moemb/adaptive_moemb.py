@@ -88,7 +88,7 @@ class ComputeDial:
         # of each token that is alive
         self.modality = packed.modality
         self.is_pooled = torch.zeros_like(packed.segment, dtype=torch.bool)
-        self.is_pooled[packed.cu_seqlens[1:].long() - 1] = True
+        self.is_pooled[packed.last_rows] = True
         self.key = None if words is None else _token_keys(words, packed, self.seed)
         self.beta_sum: Tensor | None = None
         self.received: Tensor | None = None

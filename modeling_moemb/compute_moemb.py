@@ -24,12 +24,14 @@ class ComputeRecord:
     """What a forward pass executed.
 
     Args:
-        lengths (`list[list[int]]`): tokens of each item that each block's mixer saw.
+        lengths (`list[list[int]]`): tokens of each item that each block's mixer saw; where items share prefixes, of
+            each prefix and then what each item has of its own.
         tokens (`torch.LongTensor` of shape `(blocks, 3)`): the same by modality (text, image, video).
         expert_pairs (`torch.LongTensor` of shape `(blocks, 3)`): (token, expert) pairs that were run.
         grids (`list[tuple[int, int, int]]`): temporal, height and width patch counts of each image and video.
         pooled_only (`bool`): whether the last block computed queries and experts for the pooled tokens alone.
         expert_load (`torch.LongTensor` of shape `(blocks, 3, experts)`, *optional*): the pairs by expert.
+        prefix_of (`tuple[int, ...]`, *optional*): the prefix that each item continues, see [`PackedTokens`].
     """
 
     lengths: list[list[int]]
@@ -38,6 +40,7 @@ class ComputeRecord:
     grids: list[tuple[int, int, int]]
     pooled_only: bool = False
     expert_load: Tensor | None = None
+    prefix_of: tuple[int, ...] | None = None
 
     @classmethod
     def empty(cls, num_experts: int, device: torch.device) -> "ComputeRecord":
@@ -64,12 +67,23 @@ class ComputeRecord:
         self.expert_load = torch.cat([self.expert_load, load[None]])
         self.expert_pairs = torch.cat([self.expert_pairs, load.sum(-1)[None]])
         self.pooled_only |= pooled_only
+        self.prefix_of = packed.prefix_of
+
+    def tokens_before(self, block: int) -> list[int]:
+        """Tokens of shared prefixes that stand before each segment in `lengths[block]`."""
+        lengths, prefix_of = self.lengths[block], self.prefix_of or [-1] * len(self.lengths[block])
+        prefixes = len(lengths) - len(prefix_of)
+        return [0] * prefixes + [lengths[prefix] if prefix >= 0 else 0 for prefix in prefix_of]
+
+    @property
+    def num_items(self) -> int:
+        return len(self.lengths[-1]) if self.prefix_of is None else len(self.prefix_of)
 
     def skip_rate(self, slots: int) -> float:
         """Fraction of the pairs of full compute (`slots` for each row that reaches the experts) that were not run."""
         rows = self.tokens.sum(1)
         if self.pooled_only:
-            rows[-1] = len(self.lengths[-1])
+            rows[-1] = self.num_items
         return 1 - int(self.expert_pairs.sum()) / (slots * int(rows.sum()))
 
 
@@ -183,13 +197,17 @@ def count_flops(config: Any, record: ComputeRecord) -> Flops:
     mixers = attention = rows = 0
     for block, lengths in enumerate(record.lengths):
         tokens, pooled = sum(lengths), record.pooled_only and block == len(record.lengths) - 1
-        asking = len(lengths) if pooled else tokens
+        asking = record.num_items if pooled else tokens
         rows += asking
         if layer_types[block] == "linear_attention":
             mixers += unit.delta_net * tokens
         else:
             mixers += unit.attention_keys * tokens + unit.attention_queries * asking
-            pairs = tokens if pooled else sum(length * (length + 1) // 2 for length in lengths)
+            seen = list(zip(lengths, record.tokens_before(block)))
+            if pooled:
+                pairs = sum(length + before for length, before in seen[len(seen) - asking :])
+            else:
+                pairs = sum(length * (length + 1) // 2 + length * before for length, before in seen)
             attention += unit.attention_pair * pairs
     patches = sum(time * height * width for time, height, width in record.grids)
     pairs = sum(time * (height * width) ** 2 for time, height, width in record.grids)

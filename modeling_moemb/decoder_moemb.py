@@ -15,6 +15,7 @@ from .layout_moemb import PackedLayout
 from .linear_moemb import use_packed_linear
 from .mixers_moemb import MoEMBAttention, MoEMBGatedDeltaNet
 from .packing_moemb import PackedTokens
+from .prefix_layout_moemb import SharedLayout
 from .pretrained_moemb import MoEMBPreTrainedModel
 from .pruning_moemb import received_attention
 
@@ -34,6 +35,12 @@ class DecoderOutput:
     packed: PackedTokens
     router_logits: list[Tensor]
     states: list[tuple[Tensor, PackedTokens]]
+
+
+def _layout(packed: PackedTokens) -> PackedLayout:
+    if packed.prefix_of is None:
+        return PackedLayout(packed.lengths, packed.segment.device)
+    return SharedLayout(packed.lengths, packed.segment.device, packed.prefix_of)
 
 
 class MoEMBDecoderLayer(GradientCheckpointingLayer):
@@ -122,13 +129,13 @@ class MoEMBTextModel(MoEMBPreTrainedModel):
         home = packed.segment.device
         cos, sin = self.rotary_emb(hidden_states, packed.position_ids[:, None])
         cos, sin = cos[0], sin[0]
-        layout = PackedLayout(packed.lengths, home)
+        layout = _layout(packed)
         router_logits, states, rows, step = [], [], None, None
         for index, layer in enumerate(self.layers):
             if keep_all:
                 states.append((hidden_states, packed))
             if pooled_only and index == len(self.layers) - 1:
-                rows = packed.cu_seqlens[1:].long() - 1
+                rows = packed.last_rows
             if dial is not None:
                 step = dial.begin(index, packed, rows)
             hidden_states, logits = layer(hidden_states, packed, layout, (cos, sin), step, rows)
@@ -139,7 +146,7 @@ class MoEMBTextModel(MoEMBPreTrainedModel):
                 dial.compact(survivors)
                 hidden_states = hidden_states[survivors.to(hidden_states.device)]
                 cos, sin = cos[survivors.to(cos.device)], sin[survivors.to(sin.device)]
-                layout = PackedLayout(packed.lengths, home)
+                layout = _layout(packed)
         final = self.norm(hidden_states).to(home)
         return DecoderOutput(final, packed, [logits.to(home) for logits in router_logits], states)
 

@@ -25,12 +25,17 @@ class ChunkClass:
         index (`torch.LongTensor` of shape `(chunks, size)`): packed row of each chunk position (clamped in the tail).
         valid (`torch.BoolTensor` of shape `(chunks, size)`): false in the tail of an item's last chunk.
         active (`list[int]`): number of items that still have a chunk at each scan step; a prefix of the items.
+        items (`torch.LongTensor` of shape `(items,)`): the items, in scan order.
+        state (`torch.LongTensor` of shape `(items,)`, *optional*): the given state that each item starts from; `None`
+            when all start from 0.
     """
 
     size: int
     index: Tensor
     valid: Tensor
     active: list[int]
+    items: Tensor
+    state: Tensor | None = None
 
 
 class PackedLayout:
@@ -39,11 +44,15 @@ class PackedLayout:
     Args:
         lengths (`Sequence[int]`): item lengths.
         device (`torch.device`): where the tables live.
+        state_of (`Sequence[int]`, *optional*): the given state that the delta rule starts each item from, -1 for 0.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device):
+    shared: "PackedLayout | None" = None  # a `SharedLayout` is itself here: its items continue shared prefixes
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, state_of: Sequence[int] | None = None):
         self.lengths = list(lengths)
         self.device = device
+        self.state_of = [-1] * len(self.lengths) if state_of is None else list(state_of)
         self._elsewhere: dict[torch.device, PackedLayout] = {}
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedLayout":
@@ -52,9 +61,12 @@ class PackedLayout:
         if device == torch.empty(0, device=self.device).device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = PackedLayout(self.lengths, device)
+            self._elsewhere[device] = self._on(device)
             self._elsewhere[device]._elsewhere = self._elsewhere
         return self._elsewhere[device]
+
+    def _on(self, device: torch.device) -> "PackedLayout":
+        return PackedLayout(self.lengths, device, self.state_of)
 
     @cached_property
     def _starts(self) -> Tensor:
@@ -67,18 +79,29 @@ class PackedLayout:
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.device)
 
     @cached_property
+    def single_rows(self) -> Tensor:
+        """`torch.IntTensor` `(items + 1,)`: cumulative lengths of one row per item."""
+        return torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def states(self) -> Tensor:
+        """`torch.IntTensor` `(items,)`: `state_of` on the device."""
+        return torch.tensor(self.state_of, dtype=torch.int32).to(self.device)
+
+    @cached_property
     def chunks(self) -> list[ChunkClass]:
         """Chunk tables by length class: the smallest multiple of 8 that holds the item, at most `MAX_CHUNK`.
 
-        Items of several chunks form a class of their own: an item that fits one chunk carries no state.
+        Items of several chunks form a class of their own: an item that fits one chunk carries no state. So do those
+        that start from a given state.
         """
-        classes: dict[tuple[int, bool], list[int]] = {}
+        classes: dict[tuple[int, bool, bool], list[int]] = {}
         for item, length in enumerate(self.lengths):
             size = min(-(-length // 8) * 8, MAX_CHUNK)
-            classes.setdefault((size, length > size), []).append(item)
-        return [self._chunk_class(size, items) for (size, _), items in sorted(classes.items())]
+            classes.setdefault((size, length > size, self.state_of[item] >= 0), []).append(item)
+        return [self._chunk_class(size, items, begun) for (size, _, begun), items in sorted(classes.items())]
 
-    def _chunk_class(self, size: int, items: list[int]) -> ChunkClass:
+    def _chunk_class(self, size: int, items: list[int], begun: bool) -> ChunkClass:
         items = sorted(items, key=lambda item: -self.lengths[item])
         lengths = torch.tensor([self.lengths[item] for item in items])
         starts = self._starts[torch.tensor(items)]
@@ -89,7 +112,9 @@ class PackedLayout:
         rank = torch.cat([torch.arange(count) for count in active])
         valid = within < lengths[rank][:, None]
         index = starts[rank][:, None] + torch.minimum(within, lengths[rank][:, None] - 1)
-        return ChunkClass(size, index.to(self.device), valid.to(self.device), active)
+        state = torch.tensor([self.state_of[item] for item in items]).to(self.device) if begun else None
+        order = torch.tensor(items).to(self.device)
+        return ChunkClass(size, index.to(self.device), valid.to(self.device), active, order, state)
 
     @cached_property
     def chunk_order(self) -> Tensor:
@@ -99,7 +124,7 @@ class PackedLayout:
     @cached_property
     def causal_groups(self) -> list[tuple[Tensor, Tensor]]:
         """Items by padded width for causal attention: `(index, valid)` of shape `(items, width)` each."""
-        return self._groups(_padded_width)
+        return self._groups(padded_width)
 
     @cached_property
     def exact_groups(self) -> list[tuple[Tensor, Tensor]]:
@@ -141,7 +166,7 @@ class PackedLayout:
         return order
 
 
-def _padded_width(length: int) -> int:
+def padded_width(length: int) -> int:
     """Width class of a length: multiples of an eighth of the next power of two, at least 8."""
     step = max(8, (1 << max(length - 1, 1).bit_length()) // 8)
     return -(-length // step) * step

@@ -18,10 +18,12 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeVisionAttention,
 )
 
-from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate, unit_norm
+from .delta_rule_moemb import carries_state, delta_rule
+from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate
 from .kernels_moemb import kernel
-from .layout_moemb import ChunkClass, PackedLayout
+from .layout_moemb import PackedLayout
 from .packing_moemb import PackedTokens
+from .prefix_layout_moemb import SharedLayout
 
 
 # below this many keys, plain matrix products are faster than SDPA when gradients are needed on the CPU
@@ -43,7 +45,9 @@ class _CausalConv(torch.autograd.Function):
         rows = hidden_states.to(torch.float32, copy=True)
         output = rows * columns[:, -1]
         for back in range(1, min(taps, rows.shape[0])):
-            rows.index_fill_(0, torch.maximum(ends - back, starts), 0)  # the last `back` rows of every item
+            # the last `back` rows of every item; an empty one has none and names the very last row, cleared anyway
+            last = torch.maximum(ends - back, starts)
+            rows.index_fill_(0, torch.where(ends > starts, last, rows.shape[0] - 1), 0)
             output[back:].addcmul_(rows[:-back], columns[:, taps - 1 - back])
         return output
 
@@ -58,7 +62,9 @@ class _CausalConv(torch.autograd.Function):
         grad_weight[:, -1] = (grad_output * rows).sum(0)
         grad = grad_output.clone()
         for back in range(1, min(taps, rows.shape[0])):
-            grad.index_fill_(0, torch.minimum(starts + back - 1, ends - 1), 0)  # the first `back` rows of every item
+            # the first `back` rows of every item; an empty one names row 0, cleared anyway
+            first = torch.minimum(starts + back - 1, ends - 1)
+            grad.index_fill_(0, torch.where(ends > starts, first, 0), 0)
             grad_hidden[:-back].addcmul_(grad[back:], columns[:, taps - 1 - back])
             grad_weight[:, taps - 1 - back] = (grad[back:] * rows[:-back]).sum(0)
         return grad_hidden.to(hidden_states.dtype), grad_weight.to(weight.dtype), None
@@ -76,97 +82,6 @@ def causal_conv(hidden_states: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Te
         `torch.FloatTensor` of shape `(tokens, channels)`, fp32.
     """
     return _CausalConv.apply(hidden_states, weight, cu_seqlens)
-
-
-def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
-) -> Tensor:
-    """Varlen gated delta rule by chunks, in fp32 (Gated DeltaNet, arXiv 2412.06464).
-
-    Per value head, with `alpha = exp(decay)`:
-    `S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T`, `o_t = S_t q_t`; keys and queries are
-    L2-normalised, queries scaled by `1 / sqrt(key_dim)`, and `S` starts at 0 in every item.
-
-    Args:
-        query, key (`torch.Tensor` of shape `(tokens, key_heads, key_dim)`): packed rows.
-        value (`torch.Tensor` of shape `(tokens, value_heads, value_dim)`): `value_heads` is a multiple of
-            `key_heads`; consecutive value heads share a key head.
-        decay (`torch.FloatTensor` of shape `(tokens, value_heads)`): log decay, at most 0.
-        beta (`torch.FloatTensor` of shape `(tokens, value_heads)`): write strength in (0, 1).
-        layout (`PackedLayout`): index tables of the packing.
-
-    Returns:
-        `torch.FloatTensor` of shape `(tokens, value_heads, value_dim)`, fp32.
-    """
-    query, key, value = unit_norm(query, query.shape[-1] ** -0.5), unit_norm(key), value.float()
-    outputs = [_delta_rule_chunks(query, key, value, decay, beta, chunk) for chunk in layout.chunks]
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat.index_select(0, layout.chunk_order)
-
-
-def _delta_rule_chunks(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunk: ChunkClass
-) -> Tensor:
-    """One length class; returns `(chunks * size, value_heads, value_dim)` in the order of `chunk.index`."""
-    (num_chunks, size), flat = chunk.index.shape, chunk.index.reshape(-1)
-    key_heads, value_heads = key.shape[1], value.shape[1]
-    repeat = value_heads // key_heads
-
-    def heads_first(states: Tensor) -> Tensor:  # (tokens, heads, dim) -> (heads, chunks, size, dim)
-        return states.index_select(0, flat).view(num_chunks, size, *states.shape[1:]).permute(2, 0, 1, 3)
-
-    query, key, value = heads_first(query), heads_first(key), heads_first(value)
-    tail = ~chunk.valid[:, :, None]
-    # a tail position neither writes (beta 0) nor ages the memory (decay 0)
-    beta = beta.index_select(0, flat).view(num_chunks, size, -1).masked_fill(tail, 0).permute(2, 0, 1)
-    decay = decay.index_select(0, flat).view(num_chunks, size, -1).masked_fill(tail, 0).permute(2, 0, 1).cumsum(-1)
-
-    # pairs with the future become exp(0); the solver never reads them and the attention is cut to its lower triangle
-    pairwise = (decay[..., :, None] - decay[..., None, :]).tril().exp()
-    shared = (key_heads, 1, num_chunks, size, size)  # value heads of one key head share these products
-    pairwise = pairwise.view(key_heads, repeat, num_chunks, size, size)
-    key_t = key.transpose(-1, -2)
-    system = ((key @ key_t).view(shared) * pairwise).view(value_heads, num_chunks, size, size) * beta[..., None]
-    attention = ((query @ key_t).view(shared) * pairwise).view(value_heads, num_chunks, size, size).tril()
-
-    written = value * beta[..., None]
-    if len(chunk.active) == 1:  # every item fits one chunk: no state is carried
-        written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
-        output = attention @ written
-    else:
-        key = key.repeat_interleave(repeat, dim=0)
-        query = query.repeat_interleave(repeat, dim=0) * decay.exp()[..., None]
-        read = key * (beta * decay.exp())[..., None]
-        solved = torch.linalg.solve_triangular(
-            system, torch.cat([written, read], dim=-1), upper=False, unitriangular=True
-        )
-        written, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-        total = decay[..., -1:]
-        key = (key * (total - decay).exp()[..., None]).transpose(-1, -2)
-        output = _scan_chunks(query, key, written, read, attention, total.exp()[..., None], chunk.active)
-    return output.permute(1, 2, 0, 3).reshape(num_chunks * size, value_heads, -1)
-
-
-def _scan_chunks(
-    query: Tensor, key: Tensor, written: Tensor, read: Tensor, attention: Tensor, total: Tensor, active: list[int]
-) -> Tensor:
-    """Carry the state from chunk to chunk; the items alive at a step are a prefix of those of the step before."""
-    state, outputs, start = None, [], 0
-    for step, count in enumerate(active):
-        rows = slice(start, start + count)
-        new = written[:, rows]
-        if state is None:
-            output = attention[:, rows] @ new
-        else:
-            state = state[:, :count]
-            new = new - read[:, rows] @ state
-            output = query[:, rows] @ state + attention[:, rows] @ new
-        outputs.append(output)
-        if step + 1 < len(active):
-            update = key[:, rows] @ new
-            state = update if state is None else state * total[:, rows] + update
-        start += count
-    return torch.cat(outputs, dim=1)
 
 
 def _attend(
@@ -206,6 +121,8 @@ def varlen_attention(
     Returns:
         `torch.Tensor` of shape `(tokens, heads, dim)`.
     """
+    if layout.shared is not None:
+        return _continued_attention(query, key, value, layout.shared, scaling)
     run = kernel("varlen_attention", query, key, value, layout.cu_seqlens)
     if run is not None:
         return run(query, key, value, layout.cu_seqlens, scaling, causal)
@@ -222,8 +139,25 @@ def varlen_attention(
     return flat.index_select(0, order)
 
 
+def _continued_attention(query: Tensor, key: Tensor, value: Tensor, shared: SharedLayout, scaling: float) -> Tensor:
+    """Causal attention where items also see the prefix that they continue."""
+    outputs = []
+    for group in shared.attention_groups:
+        tables = ((query, group.queries), (key, group.keys), (value, group.keys))
+        states = [_gather_items(tensor, index) for tensor, index in tables]
+        width = group.queries.shape[1]
+        seen = torch.ones(width, group.before + width, dtype=torch.bool, device=query.device).tril(group.before)
+        settings = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        output = F.scaled_dot_product_attention(*states, attn_mask=seen, **settings)
+        outputs.append(output.transpose(1, 2).reshape(-1, *query.shape[1:]))
+    return torch.cat(outputs).index_select(0, shared.attention_order)
+
+
 def last_query_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
     """Attention of one query per item (`(items, heads, dim)`) on all keys of its item (`(tokens, key_heads, dim)`)."""
+    if layout.shared is not None:
+        key, value = key.index_select(0, layout.shared.item_rows), value.index_select(0, layout.shared.item_rows)
+        layout = layout.shared.items
     outputs, items = [], torch.argsort(layout.item_order)
     start = 0
     for index, valid in layout.causal_groups:
@@ -252,24 +186,33 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
     @force_accelerate_hooks("conv1d")  # its weight is read here, its forward never runs
     def forward(self, hidden_states: Tensor, packed: PackedTokens, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Mix `(tokens, hidden)` rows; also returns beta, `(tokens, value_heads)` fp32."""
-        mixed = self._convolve(self.in_proj_qkv(hidden_states), packed.cu_seqlens)
-        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        mixed = self._convolve(self.in_proj_qkv(hidden_states), packed.cu_seqlens, layout)
         beta = torch.sigmoid(self.in_proj_b(hidden_states).float())
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias.float())
         with torch.autocast(hidden_states.device.type, enabled=False):
-            mixed = self._delta_rule(
-                query.unflatten(-1, (-1, self.head_k_dim)),
-                key.unflatten(-1, (-1, self.head_k_dim)),
-                value.unflatten(-1, (-1, self.head_v_dim)),
-                decay,
-                beta,
-                layout,
-            )
+            if layout.shared is None:
+                mixed = delta_rule(*self._heads(mixed), decay, beta, layout)
+            else:
+                mixed = self._continued_delta_rule(mixed, decay, beta, layout.shared)
         gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
         mixed = self.norm(mixed, gate).flatten(-2)
         return self.out_proj(mixed), beta
 
-    def _convolve(self, hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def _heads(self, mixed: Tensor) -> list[Tensor]:
+        """Queries, keys and values, `(tokens, heads, dim)`, from what the convolution made of their projections."""
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        dims = ((query, self.head_k_dim), (key, self.head_k_dim), (value, self.head_v_dim))
+        return [states.unflatten(-1, (-1, dim)) for states, dim in dims]
+
+    def _convolve(self, hidden_states: Tensor, cu_seqlens: Tensor, layout: PackedLayout) -> Tensor:
+        mixed = self._activated_conv(hidden_states, cu_seqlens)
+        if layout.shared is None:
+            return mixed
+        seams = layout.shared.seams(self.conv_kernel_size)
+        first = self._activated_conv(hidden_states.index_select(0, seams.rows), seams.cu_seqlens)
+        return mixed.index_copy_(0, seams.target, first.index_select(0, seams.place))
+
+    def _activated_conv(self, hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
         weight = self.conv1d.weight.squeeze(1)
         run = None
         if self.activation == "silu":
@@ -278,14 +221,17 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
             return run(hidden_states, weight, cu_seqlens, "silu")
         return self.conv_activation(causal_conv(hidden_states, weight, cu_seqlens))
 
-    @staticmethod
-    def _delta_rule(
-        query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
-    ) -> Tensor:
-        run = kernel("gated_delta_rule", query, key, value, decay, beta, layout.cu_seqlens)
-        if run is not None:
-            return run(query, key, value, decay, beta, layout.cu_seqlens)
-        return gated_delta_rule(query, key, value, decay, beta, layout)
+    def _continued_delta_rule(self, mixed: Tensor, decay: Tensor, beta: Tensor, shared: SharedLayout) -> Tensor:
+        """The delta rule where items continue prefixes; their whole chunks run once if a state can be handed on."""
+        steps = shared.steps(carries_state(*self._heads(mixed), decay, beta, shared))
+        outputs, state = [], None
+        if steps.heads is not None:
+            rows, scalars = mixed.index_select(0, steps.head_rows), (decay[steps.head_rows], beta[steps.head_rows])
+            output, state = delta_rule(*self._heads(rows), *scalars, steps.heads, return_final_state=True)
+            outputs.append(output)
+        rows, scalars = mixed.index_select(0, steps.tail_rows), (decay[steps.tail_rows], beta[steps.tail_rows])
+        outputs.append(delta_rule(*self._heads(rows), *scalars, steps.tails, initial_state=state))
+        return torch.cat(outputs).index_select(0, steps.place)
 
 
 class MoEMBAttention(Qwen3_5MoeAttention):

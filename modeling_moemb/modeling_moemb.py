@@ -18,6 +18,7 @@ from .compute_moemb import ComputeRecord
 from .configuration_moemb import MoEMBConfig, validate_adaptive_compute
 from .decoder_moemb import DecoderOutput, MoEMBTextModel
 from .packing_moemb import IMAGE, TEXT, VIDEO, PackedTokens, pack_batch
+from .prefix_moemb import may_share, shared_packing
 from .pretrained_moemb import MoEMBPreTrainedModel
 from .pruning_moemb import fingerprints
 from .vision_moemb import MoEMBVisionModel
@@ -117,6 +118,7 @@ class MoEMBModel(MoEMBPreTrainedModel):
         packed_hidden: bool = False,
         output_compute: bool = False,
         output_beta: bool = False,
+        share_prefixes: bool = True,
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
         use_cache: bool | None = None,
@@ -149,6 +151,9 @@ class MoEMBModel(MoEMBPreTrainedModel):
             packed_hidden (`bool`, defaults to `False`): return `last_hidden_state` packed, `(tokens, hidden)`.
             output_compute (`bool`, defaults to `False`): also return what was executed and which tokens were kept.
             output_beta (`bool`, defaults to `False`): also return the write strengths.
+            share_prefixes (`bool`, defaults to `True`): with `pooled_only`, in evaluation mode and without gradients,
+                compute leading text tokens that several items have in common once (same vectors). Has no effect when
+                something of every token is asked for, and with budgets that look at a whole item.
             output_attentions (`bool`, *optional*): attention weights are never formed; `True` is refused.
             use_cache (`bool`, *optional*): nothing is generated; without effect.
             cu_seq_lens_k, max_length_q, max_length_k, seq_idx (*optional*): come with `cu_seq_lens_q` from
@@ -181,19 +186,25 @@ class MoEMBModel(MoEMBPreTrainedModel):
 
         given = self.config.adaptive_compute if adaptive_compute is None else adaptive_compute
         budget = validate_adaptive_compute(given, self.config.text_config) or {}
+        pooled_last = pooled_only and not output_hidden_states
+        if output_router_logits is None:
+            output_router_logits = self.config.text_config.output_router_logits
+        whole = packed
+        asked = position_ids is not None or output_router_logits or packed_hidden or output_beta
+        if share_prefixes and pooled_last and not asked and may_share(budget):
+            hidden_states, packed = self._shared(hidden_states, packed, input_ids)
         dial = None
         if budget or output_compute or output_beta:
             words = None
             if draws_random(budget):
                 words = self._words(embeddings if input_ids is None else input_ids, packed, pixels)
             dial = ComputeDial(budget, self.config.text_config, packed, words, output_compute, output_beta)
-        pooled_last = pooled_only and not output_hidden_states
         decoded = self.language_model(hidden_states, packed, dial, pooled_last, bool(output_hidden_states))
-        output = self._output(decoded, dial, modality.shape, pooled_only, pooled_last, packed_hidden)
+        output = self._output(decoded, dial, whole, modality.shape, pooled_only, pooled_last, packed_hidden)
         if output.compute is not None:
             present = [grid for grid in grids.values() if grid is not None]
             output.compute.grids = [tuple(row) for grid in present for row in grid.tolist()]
-        if output_router_logits or (output_router_logits is None and self.config.text_config.output_router_logits):
+        if output_router_logits:
             output.router_logits = tuple(decoded.router_logits)
         return output.to_tuple() if return_dict is False else output
 
@@ -201,12 +212,16 @@ class MoEMBModel(MoEMBPreTrainedModel):
         self,
         decoded: DecoderOutput,
         dial: ComputeDial | None,
+        whole: PackedTokens,
         shape: tuple[int, int],
         pooled_only: bool,
         pooled_last: bool,
         packed_hidden: bool,
     ) -> MoEMBOutput:
-        """What the caller sees, on the padded batch of `shape`; `pooled_last`: the last block ran for that alone."""
+        """What the caller sees, on the padded batch of `shape`.
+
+        `whole` is the packing of all tokens; `pooled_last`: the last block ran for the pooled ones alone.
+        """
         packed, final = decoded.packed, decoded.final
         last_hidden_state = hidden_states = keep_mask = None
         if not pooled_only:
@@ -217,10 +232,11 @@ class MoEMBModel(MoEMBPreTrainedModel):
         if record is not None:
             keep_mask = torch.zeros(shape, dtype=torch.bool, device=packed.source.device)
             keep_mask.view(-1)[packed.source] = True
+            keep_mask.view(-1)[whole.source] |= whole.modality == TEXT  # never dropped; shared text stands there once
         betas = None if dial is None else dial.betas
         return MoEMBOutput(
             last_hidden_state=last_hidden_state,
-            pooler_output=final if pooled_last else final[packed.cu_seqlens[1:].long() - 1],
+            pooler_output=final if pooled_last else final[packed.last_rows],
             hidden_states=hidden_states,
             packed=packed if packed_hidden else None,
             compute=record,
@@ -258,6 +274,15 @@ class MoEMBModel(MoEMBPreTrainedModel):
             raise ValueError(f"item {item} holds the token id {token}, outside the vocabulary of {size} tokens")
         return ids
 
+    def _shared(
+        self, hidden_states: Tensor, packed: PackedTokens, input_ids: Tensor | None
+    ) -> tuple[Tensor, PackedTokens]:
+        """The embeddings and the packing with shared prefixes, at inference and where that pays."""
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or input_ids is None:
+            return hidden_states, packed
+        found = shared_packing(packed, input_ids.reshape(-1)[packed.source])
+        return (hidden_states, packed) if found is None else (hidden_states[found[1]], found[0])
+
     def _words(self, content: Tensor, packed: PackedTokens, pixels: dict[int, Tensor | None]) -> Tensor:
         """A number for what each packed token is: its id (or the bits of its embedding), or those of its pixels."""
         floating = content.is_floating_point()
@@ -292,7 +317,7 @@ class MoEMBModel(MoEMBPreTrainedModel):
         """The pooled token is the last one of its item; with `pooling="emb"` it must be `<emb>`."""
         if self.config.pooling == "last" or input_ids is None:
             return
-        last = packed.cu_seqlens[1:].long() - 1
+        last = packed.last_rows
         if self.config.emb_token_id is None:
             raise ValueError("`pooling='emb'` needs `config.emb_token_id`; set it, or use `pooling='last'`")
         is_emb = input_ids.reshape(-1)[packed.source] == self.config.emb_token_id

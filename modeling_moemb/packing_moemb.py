@@ -26,6 +26,9 @@ class PackedTokens:
         modality (`torch.LongTensor` of shape `(tokens,)`): 0 text, 1 image, 2 video.
         segment (`torch.LongTensor` of shape `(tokens,)`): the item each token belongs to.
         source (`torch.LongTensor` of shape `(tokens,)`): flat index of each token in the padded batch.
+        prefix_of (`tuple[int, ...]`, *optional*): when items share prefixes, see [`shared_packing`]: the segments are
+            then the prefixes and, after them, what each item has of its own; the prefix that each item continues, -1
+            for none.
     """
 
     cu_seqlens: Tensor
@@ -34,6 +37,7 @@ class PackedTokens:
     modality: Tensor
     segment: Tensor
     source: Tensor
+    prefix_of: tuple[int, ...] | None = None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedTokens":
         """The same packing on another device: a model spread over devices moves it along with the states."""
@@ -48,7 +52,12 @@ class PackedTokens:
 
     @property
     def num_items(self) -> int:
-        return len(self.lengths)
+        return len(self.lengths) if self.prefix_of is None else len(self.prefix_of)
+
+    @property
+    def last_rows(self) -> Tensor:
+        """`torch.LongTensor` of shape `(items,)`: the row of each item's last token, the pooled one."""
+        return self.cu_seqlens[len(self.lengths) - self.num_items + 1 :].long() - 1
 
     def compact(self, keep: Tensor) -> tuple["PackedTokens", Tensor]:
         """Drop tokens: original rotary positions and order stay, lengths and `cu_seqlens` are new objects.
@@ -67,7 +76,7 @@ class PackedTokens:
                 f"`keep` must be a bool tensor of shape {tuple(self.segment.shape)}, "
                 f"got {keep.dtype} {tuple(keep.shape)}"
             )
-        counts = torch.zeros(self.num_items, dtype=torch.long, device=keep.device)
+        counts = torch.zeros(len(self.lengths), dtype=torch.long, device=keep.device)
         counts = counts.index_add(0, self.segment, keep.long())
         lengths = counts.tolist()  # the one synchronisation with the device
         if 0 in lengths:

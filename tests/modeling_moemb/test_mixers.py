@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from modeling_moemb.delta_rule_moemb import gated_delta_rule
 from modeling_moemb.layout_moemb import PackedLayout
-from modeling_moemb.mixers_moemb import causal_conv, gated_delta_rule, last_query_attention, varlen_attention
+from modeling_moemb.mixers_moemb import causal_conv, last_query_attention, varlen_attention
 
 
 LENGTHS = [1, 2, 3, 63, 64, 65, 127, 129, 8, 200, 16, 17]
