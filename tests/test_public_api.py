@@ -40,6 +40,7 @@ def test_verbs():
         "bench",
         "convert",
         "prune-experts",
+        "calibrate",
         "kernels",
         "quickstart",
     ]

@@ -13,7 +13,7 @@ on the seed alone.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,25 @@ def data_fingerprint(items: Sequence[CalibrationItem]) -> str:
     for item in items:
         digest.update(f"{item.side} {item.digest}\n".encode())
     return digest.hexdigest()
+
+
+def batches_of_one_side(
+    items: Sequence[CalibrationItem], batch_size: int, done: int = 0
+) -> Iterator[list[CalibrationItem]]:
+    """Batches in the order of the items, each of one side (a call of the processor has one prompt).
+
+    Args:
+        items (`Sequence[CalibrationItem]`): the items.
+        batch_size (`int`): items in a batch at most.
+        done (`int`, *optional*, defaults to 0): items to leave out, as an interrupted run had finished them.
+    """
+    start = done
+    while start < len(items):
+        stop = start + 1
+        while stop < min(len(items), start + batch_size) and items[stop].side == items[start].side:
+            stop += 1
+        yield list(items[start:stop])
+        start = stop
 
 
 def item_of_parts(parts: Sequence[Any]) -> dict[str, Any]:

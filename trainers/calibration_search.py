@@ -3,12 +3,17 @@
 from collections.abc import Callable
 
 
+# After so many proposals that did not meet the rate the bracket is halved instead: that always ends.
+_PROPOSALS = 6
+
+
 def threshold_for_rate(
     rate: Callable[[float], float],
     guess: float,
     target: float,
     tolerance: float = 0.005,
     most: int = 24,
+    propose: Callable[[], float] | None = None,
 ) -> tuple[float, float]:
     """The threshold at which `rate`, which rises with it, is within `tolerance` of `target`.
 
@@ -18,6 +23,8 @@ def threshold_for_rate(
         target (`float`): the wanted rate, from 0 to 1.
         tolerance (`float`, defaults to 0.005): half a point.
         most (`int`, defaults to 24): calls of `rate` at most.
+        propose (`Callable[[], float]`, *optional*): called after a measurement, says where the rate is likely to be
+            met; taken when it lies inside the bracket, which is halved (or doubled) otherwise.
 
     Returns:
         The threshold and its rate: the nearest one seen when `tolerance` cannot be met, because the rate jumps there.
@@ -28,7 +35,7 @@ def threshold_for_rate(
     if not guess > 0 or not 0 <= target <= 1:
         raise ValueError(f"the guess must be above 0 and the target from 0 to 1, got {guess} and {target}")
     low, high, tau, best = 0.0, None, guess, None
-    for _ in range(most):
+    for call in range(most):
         value = rate(tau)
         if best is None or abs(value - target) < abs(best[1] - target):
             best = (tau, value)
@@ -39,6 +46,10 @@ def threshold_for_rate(
         else:
             high = tau
         tau = 2 * low if high is None else (low + high) / 2
+        if propose is not None and call < _PROPOSALS:
+            better = propose()
+            if low < better < (float("inf") if high is None else high):
+                tau = better
     return best
 
 

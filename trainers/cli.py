@@ -24,6 +24,7 @@ VERBS = {
     "bench": "benchmark",
     "convert": "convert",
     "prune-experts": "prune_experts",
+    "calibrate": "calibration",
     "kernels": "kernels",
     "quickstart": "quickstart",
 }

@@ -53,6 +53,23 @@ def test_a_threshold_meets_its_rate(guess, target):
     assert len(calls) <= 25
 
 
+@pytest.mark.parametrize("offset", [1.0, 1.3, 0.5, 1e-9, float("inf")])
+def test_proposals_are_taken_and_bad_ones_do_no_harm(offset):
+    """The best proposal ends the search at once; one that is always wrong leaves halving."""
+    generator = random.Random(1)
+    scores = sorted(generator.random() ** 3 for _ in range(4000))
+    calls = []
+
+    def rate(tau: float) -> float:
+        calls.append(tau)
+        return sum(score < tau for score in scores) / len(scores)
+
+    wanted = scores[2400] * offset
+    _, achieved = threshold_for_rate(rate, 1e-6, 0.6, propose=lambda: wanted)
+    assert abs(achieved - 0.6) <= 0.005
+    assert len(calls) == 2 if offset == 1.0 else len(calls) <= 24
+
+
 def test_a_rate_that_jumps_gives_the_nearest_seen():
     tau, achieved = threshold_for_rate(lambda tau: 0.9 if tau > 1 else 0.1, 0.3, 0.8)
     assert achieved == 0.9 and tau > 1
