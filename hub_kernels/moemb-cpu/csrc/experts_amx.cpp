@@ -5,7 +5,7 @@
 // token's rows in the order of its slots. The routing weight is folded into the activation, in fp32.
 #include <omp.h>
 
-#include "gemm_amx.h"
+#include "gemm_amx_products.h"
 
 namespace moemb {
 namespace {
@@ -207,7 +207,8 @@ void run_blocks(const Range& range, char* panel, char* act, char* space) {
 }
 
 int forward(const Experts& p) {
-  const int64_t hidden_blocks = round_up(p.hidden, kStep) / kStep, inner_blocks = round_up(p.intermediate, kStep) / kStep;
+  const int64_t hidden_blocks = round_up(p.hidden, kStep) / kStep;
+  const int64_t inner_blocks = round_up(p.intermediate, kStep) / kStep;
   Range range = {p, {}, hidden_blocks, inner_blocks, nullptr, false};
   // a block's packed tokens should stay in the second-level cache
   int64_t most = (512 << 10) / (hidden_blocks * kStep * 2) / 32 * 32;
@@ -223,7 +224,8 @@ int forward(const Experts& p) {
   range.outputs = static_cast<Bf16*>(workspace(kOutputSpace, output_bytes));
   range.stream = p.hidden % 32 == 0 && output_bytes > (size_t(16) << 20);
   const int64_t shared_tiles = pieces > 1 ? plan.pairs / kTileRows + plan.block_count : 0;
-  char* shared = static_cast<char*>(workspace(kSharedSpace, range.panel_bytes(shared_tiles) + range.act_bytes(shared_tiles)));
+  const size_t shared_bytes = range.panel_bytes(shared_tiles) + range.act_bytes(shared_tiles);
+  char* shared = static_cast<char*>(workspace(kSharedSpace, shared_bytes));
   if (range.outputs == nullptr || shared == nullptr) return MOEMB_NO_MEMORY;
 
   int failed = 0;

@@ -1,13 +1,13 @@
 // Gradients of experts in bf16 on AMX: of the states, of the routing weights and, for the gradients of the expert
 // weights, of gate and up.
 //
-// Per block of rows of one expert: the gradient of the activation is grad * down_proj; from it and the gate and up values
-// that the forward pass kept come the gradients of gate and up; these times gate_up_proj is the gradient of the states,
-// one row per (token, slot). A last pass adds a token's rows in the order of its slots.
+// Per block of rows of one expert: the gradient of the activation is grad * down_proj; from it and the gate and up
+// values that the forward pass kept come the gradients of gate and up; these times gate_up_proj is the gradient of the
+// states, one row per (token, slot). A last pass adds a token's rows in the order of its slots.
 #include <omp.h>
 
 #include "experts.h"
-#include "gemm_amx.h"
+#include "gemm_amx_products.h"
 
 namespace moemb {
 namespace {

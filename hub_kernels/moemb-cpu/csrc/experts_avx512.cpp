@@ -106,10 +106,11 @@ void up(const Range<T>& range, const Block& block, const Space& space, int64_t f
     weight_rows(weight + (inner + i) * hidden, hidden, inner - i, kGroup, space.scratch + kGroup * hidden, ups);
     for (int number = 0; number < panels.count(); ++number) {
       const int vectors = panels.vectors(number);
+      const int64_t ahead = number == 0 ? next_rows<T>(hidden) : 0;
       for (int row = 0; row < kGroup; row += 4) {
         const float* rows[kRows] = {gates[row], gates[row + 1], gates[row + 2], gates[row + 3],
                                     ups[row],   ups[row + 1],   ups[row + 2],   ups[row + 3]};
-        any_tile(vectors, rows, hidden, panels.at(number), gate + row * kColumns, up + row * kColumns);
+        any_tile(vectors, rows, hidden, panels.at(number), ahead, gate + row * kColumns, up + row * kColumns);
       }
       for (int64_t row = 0; row < kGroup && i + row < inner; ++row) {
         for (int v = 0; v < vectors; ++v) {

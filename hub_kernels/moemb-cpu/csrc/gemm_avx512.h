@@ -25,9 +25,13 @@ constexpr int kGroup = 16;       // weight rows whose results are transposed tog
 constexpr int kMostTokens = 192; // of a block
 
 
-// targets[row][16 Vectors] = sum over k of rows[row][k] * panel[k][16 Vectors]. Rows 4 .. 7 go to `second`.
+inline void fetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T1); }
+
+// targets[row][16 Vectors] = sum over k of rows[row][k] * panel[k][16 Vectors]. Rows 4 .. 7 go to `second`. `ahead`
+// elements behind the rows lie those that come next and are fetched meanwhile; 0: none.
 template <int Vectors>
-inline void tile(const float* const rows[kRows], int64_t depth, const float* panel, float* first, float* second) {
+inline void tile(const float* const rows[kRows], int64_t depth, const float* panel, int64_t ahead, float* first,
+                 float* second) {
   Vec sums[kRows][Vectors];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) {
@@ -37,6 +41,9 @@ inline void tile(const float* const rows[kRows], int64_t depth, const float* pan
   const float *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
   const float *r4 = rows[4], *r5 = rows[5], *r6 = rows[6], *r7 = rows[7];
   for (int64_t k = 0; k < depth; ++k, panel += kLanes * Vectors) {
+    if (ahead != 0 && k % kLanes == 0) {
+      for (int row = 0; row < kRows; ++row) fetch(rows[row] + ahead + k);
+    }
     Vec b[Vectors];
 #pragma GCC unroll 3
     for (int v = 0; v < Vectors; ++v) b[v] = _mm512_load_ps(panel + v * kLanes);
@@ -56,11 +63,11 @@ inline void tile(const float* const rows[kRows], int64_t depth, const float* pan
   }
 }
 
-inline void any_tile(int vectors, const float* const rows[kRows], int64_t depth, const float* panel, float* first,
-                     float* second) {
-  if (vectors == 3) tile<3>(rows, depth, panel, first, second);
-  else if (vectors == 2) tile<2>(rows, depth, panel, first, second);
-  else tile<1>(rows, depth, panel, first, second);
+inline void any_tile(int vectors, const float* const rows[kRows], int64_t depth, const float* panel, int64_t ahead,
+                     float* first, float* second) {
+  if (vectors == 3) tile<3>(rows, depth, panel, ahead, first, second);
+  else if (vectors == 2) tile<2>(rows, depth, panel, ahead, first, second);
+  else tile<1>(rows, depth, panel, ahead, first, second);
 }
 
 // ---- packing ------------------------------------------------------------------------------------------------------
@@ -122,6 +129,12 @@ inline int vectors_of(int64_t columns) {
   return columns >= kColumns ? 3 : static_cast<int>((columns + kLanes - 1) / kLanes);
 }
 
+// How far behind a group of weight rows the next one lies; 0 where rows are copied.
+template <class T>
+inline int64_t next_rows(int64_t width) {
+  return sizeof(T) == sizeof(float) ? kGroup * width : 0;
+}
+
 // Tokens of one block as panels of up to 48 each.
 struct Panels {
   float* memory;
@@ -146,21 +159,24 @@ inline void multiply_rows(const T* weight, int64_t outputs, const T* bias, const
     const Vec shift = bias == nullptr ? zeros() : load(bias + n, mask);
     for (int number = 0; number < panels.count(); ++number) {
       const int vectors = panels.vectors(number);
-      any_tile(vectors, rows, width, panels.at(number), sums, sums + 4 * kColumns);
-      any_tile(vectors, rows + kRows, width, panels.at(number), sums + 8 * kColumns, sums + 12 * kColumns);
+      const int64_t ahead = number == 0 ? next_rows<T>(width) : 0;
+      any_tile(vectors, rows, width, panels.at(number), ahead, sums, sums + 4 * kColumns);
+      any_tile(vectors, rows + kRows, width, panels.at(number), ahead, sums + 8 * kColumns, sums + 12 * kColumns);
       for (int v = 0; v < vectors; ++v) {
         Vec lines[kLanes];
         for (int row = 0; row < kLanes; ++row) lines[row] = _mm512_load_ps(sums + row * kColumns + v * kLanes);
         transpose(lines);
         T* const* target = targets + number * kColumns + v * kLanes;
-        for (int row = 0; row < kLanes && target[row] != nullptr; ++row) store(target[row] + n, add(lines[row], shift), mask);
+        for (int row = 0; row < kLanes && target[row] != nullptr; ++row) {
+          store(target[row] + n, add(lines[row], shift), mask);
+        }
       }
     }
   }
 }
 
-// rows = tokens * weights for columns `from` .. `to` of the weights in units of 48. `tokens` are `total` rows of `depth`
-// fp32 values; `write(row, column, sums)` gets 16 sums of one row. `panel` holds `depth` x 48 floats.
+// rows = tokens * weights for columns `from` .. `to` of the weights in units of 48. `tokens` are `total` rows of
+// `depth` fp32 values; `write(row, column, sums)` gets 16 sums of one row. `panel` holds `depth` x 48 floats.
 template <class T, class Write>
 inline void multiply_columns(const T* weight, int64_t depth, int64_t width, const float* tokens, int64_t total,
                              int64_t from, int64_t to, float* panel, Write write) {
@@ -171,7 +187,7 @@ inline void multiply_columns(const T* weight, int64_t depth, int64_t width, cons
     for (int64_t row = 0; row < total; row += kRows) {
       const float* rows[kRows];
       weight_rows(tokens + row * depth, depth, total - row, kRows, nullptr, rows);
-      any_tile(vectors, rows, depth, panel, sums, sums + 4 * kColumns);
+      any_tile(vectors, rows, depth, panel, 0, sums, sums + 4 * kColumns);
       for (int64_t i = 0; i < kRows && row + i < total; ++i) {
         for (int v = 0; v < vectors; ++v) write(row + i, column + v * kLanes, load(sums + i * kColumns + v * kLanes));
       }
@@ -202,7 +218,6 @@ constexpr int kFew = 4;
 // Products and their order are those of `tile`.
 template <int Tokens, class T>
 inline void few(const T* matrix, int64_t width, int64_t valid, const float* const* tokens, Vec sums[Tokens]) {
-  constexpr int64_t ahead = 256;  // elements
   for (int token = 0; token < Tokens; ++token) sums[token] = zeros();
   for (int64_t k = 0; k < width; k += kLanes) {
     const Mask mask = tail(width - k);
@@ -210,7 +225,7 @@ inline void few(const T* matrix, int64_t width, int64_t valid, const float* cons
 #pragma GCC unroll 16
     for (int row = 0; row < kLanes; ++row) {
       const T* source = matrix + (row < valid ? row : valid - 1) * width + k;
-      _mm_prefetch(reinterpret_cast<const char*>(source + ahead), _MM_HINT_T0);
+      fetch(source + kGroup * width);
       columns[row] = load(source, mask);
     }
     transpose(columns);

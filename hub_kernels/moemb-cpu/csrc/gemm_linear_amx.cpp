@@ -1,7 +1,7 @@
 // A linear layer in bf16 on AMX, forward and its gradient of the input.
 #include <omp.h>
 
-#include "gemm_amx.h"
+#include "gemm_amx_products.h"
 
 namespace moemb {
 namespace {
@@ -84,7 +84,8 @@ void backward_task(const Linear& p, int64_t first, int64_t count, int64_t from, 
     if (row >= count) return;
     _mm512_mask_storeu_epi16(target + row * p.inputs + column, tail32(p.inputs - column), narrow_pair(low, high));
   };
-  multiply_columns(static_cast<const Bf16*>(p.weight), p.outputs, p.inputs, rows, stride, total, from, to, space, write);
+  const Bf16* weight = static_cast<const Bf16*>(p.weight);
+  multiply_columns(weight, p.outputs, p.inputs, rows, stride, total, from, to, space, write);
 }
 
 }  // namespace
