@@ -81,7 +81,7 @@ class CalibrationInputs:
 def row_groups(packed: PackedTokens, output_rows: Tensor | None = None) -> Tensor:
     """The group (index into `GROUPS`) of each row that a block's experts see, `torch.LongTensor` `(rows,)`."""
     groups = packed.modality.clone()
-    groups[packed.cu_seqlens[1:].long() - 1] = POOLED
+    groups[packed.last_rows] = POOLED
     return groups if output_rows is None else groups[output_rows]
 
 
@@ -180,7 +180,7 @@ def measure_blocks(inputs: CalibrationInputs, by_modality: bool) -> BlockMeasure
 
         features = inputs.features(batch)
         with before_each_block(inputs.model, see):
-            vectors = _run(inputs.model, features, {}).pooler_output
+            vectors = run_as_encoding(inputs.model, features, {}).pooler_output
         sums["vectors"][done : done + len(batch)] = vectors.float().cpu()
         for kind, bypassed in enumerate(kinds):
             types = features["mm_token_type_ids"]
@@ -188,14 +188,16 @@ def measure_blocks(inputs: CalibrationInputs, by_modality: bool) -> BlockMeasure
             sums["present"][kind] += int(present.sum())
             sums["distance"][kind] += _distances(inputs.model, seen, vectors, bypassed, present)
 
-    _stream(inputs, inputs.items, name, {}, sums, "Measuring blocks", add)
+    stream_items(inputs, inputs.items, name, {}, sums, "Measuring blocks", add)
     histogram = WeightHistogram(inputs.blocks, inputs.slots, sums["counts"])
     return BlockMeasurement(histogram, sums["distance"], sums["present"], sums["vectors"])
 
 
-def _run(model: Any, features: Mapping[str, Tensor], budget: Mapping[str, Any]) -> Any:
-    """As encoding runs it, with a record: with that there is a dial in every block."""
-    return model(**features, adaptive_compute=dict(budget), pooled_only=True, output_compute=True)
+def run_as_encoding(model: Any, features: Mapping[str, Tensor], budget: Mapping[str, Any]) -> Any:
+    """A forward pass as encoding makes it, with a record (which puts a dial before every block) and no shared prefixes:
+    every token of every item counts."""
+    given = {"adaptive_compute": dict(budget), "pooled_only": True, "output_compute": True, "share_prefixes": False}
+    return model(**features, **given)
 
 
 def _record_weights(histogram: WeightHistogram, block: int, arguments: dict[str, Any], policies: list) -> None:
@@ -289,20 +291,20 @@ def measure_budget(
             policies += modes
 
         with before_each_block(inputs.model, see):
-            output = _run(inputs.model, inputs.features(batch), budget)
+            output = run_as_encoding(inputs.model, inputs.features(batch), budget)
         sums["pairs"] += int(output.compute.expert_pairs.sum())
         full = vectors[done : done + len(batch)]
         sums["distance"] += float(vector_distance(full, output.pooler_output.cpu()).sum())
 
     about = {"budget": budget, "items": len(items)}
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]
-    _stream(inputs, items, name, about, sums, label or "Measuring a budget", add)
+    stream_items(inputs, items, name, about, sums, label or "Measuring a budget", add)
     histogram = WeightHistogram(inputs.blocks, inputs.slots, sums["counts"])
     rate = 1 - int(sums["pairs"]) / max(1, histogram.pairs)
     return BudgetMeasurement(rate, float(sums["distance"]) / len(items), histogram)
 
 
-def _stream(
+def stream_items(
     inputs: CalibrationInputs,
     items: Sequence[CalibrationItem],
     name: str,
@@ -311,7 +313,20 @@ def _stream(
     label: str,
     add: Callable[[Sequence[CalibrationItem], int], None],
 ) -> None:
-    """Calls `add(batch, items done)` over the items, from where the file of these sums stands; `sums` in place."""
+    """Calls `add(batch, items done)`, which adds to `sums`, over all items, from where the file of these sums stands.
+
+    Args:
+        inputs ([`CalibrationInputs`]): identity, folder and batch size.
+        items (`Sequence[CalibrationItem]`): the items.
+        name (`str`): of the file.
+        about (`Mapping[str, Any]`): what the sums are of, beside model and data; JSON-serialisable.
+        sums (`dict[str, torch.Tensor]`): zeros; filled in place.
+        label (`str`): text of the progress bar.
+        add (`Callable`): called with a batch and the number of items before it.
+
+    Raises:
+        CalibrationError: the file holds something else.
+    """
     path = inputs.folder / f"{name}.safetensors"
     identity = json.dumps(dict(inputs.identity) | {"about": about}, sort_keys=True)
     done = _load(path, identity, sums)

@@ -251,3 +251,13 @@ def test_no_items_are_named_and_no_hook_is_left(model, inputs_of):
     with pytest.raises(Exception, match="item 0"):
         measure_blocks(inputs_of([CalibrationItem(object(), "query", "x")]), by_modality=False)
     assert all(not layer._forward_pre_hooks for layer in model.language_model.layers)
+
+
+def test_a_prefix_that_items_share_counts_for_each(inputs_of):
+    items = [CalibrationItem(f"{'a long common beginning ' * 8} and end {n}", "document", str(n)) for n in range(4)]
+    together = measure_blocks(inputs_of(items, "together"), by_modality=False)
+    alone = measure_blocks(inputs_of(items, "alone", batch_size=1), by_modality=False)
+    assert together.histogram.pairs == alone.histogram.pairs
+    torch.testing.assert_close(together.distance, alone.distance, rtol=1e-3, atol=1e-6)
+    budgets = [measure_budget(inputs_of(items, name), MODES, together.vectors) for name in ("together", "alone")]
+    assert budgets[0].rate == budgets[1].rate > 0
