@@ -18,6 +18,25 @@ def compute_dtype(states: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
+def sigmoid(states: Tensor) -> Tensor:
+    """`1 / (1 + exp(-x))`, in the dtype of `states`; see [`steady`]."""
+    return torch.sigmoid(steady(states)).to(states.dtype)
+
+
+def softplus(states: Tensor) -> Tensor:
+    """`log(1 + exp(x))`, in the dtype of `states`; see [`steady`]."""
+    return torch.nn.functional.softplus(steady(states)).to(states.dtype)
+
+
+def steady(states: Tensor) -> Tensor:
+    """`states` in a precision in which an element's result does not depend on its place in the batch.
+
+    On the CPU torch computes exponentials by vectors, and what is left over at the end one by one: the two differ in
+    the last bit. At inference that bit is one of fp64, and gone when the result is rounded.
+    """
+    return states.double() if states.device.type == "cpu" and not torch.is_grad_enabled() else states
+
+
 class _UnitNorm(torch.autograd.Function):
     """`x / sqrt(sum(x^2) + eps) * scale` over the last axis, `scale` a vector or a number."""
 

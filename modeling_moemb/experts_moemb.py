@@ -12,6 +12,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTopKRouter,
 )
 
+from .elementwise_moemb import sigmoid
 from .kernels_moemb import kernel
 from .linear_moemb import MoEMBMLP, gated_product, linear
 from .routing_moemb import Routing, route
@@ -194,5 +195,5 @@ class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
         if policy is not None:
             routing = policy(routing)
         routed = self.experts(hidden_states, routing.expert_index, routing.weight)
-        shared = torch.sigmoid(self.shared_expert_gate(hidden_states)) * self.shared_expert(hidden_states)
+        shared = sigmoid(self.shared_expert_gate(hidden_states)) * self.shared_expert(hidden_states)
         return routed + shared, router_logits

@@ -19,7 +19,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 )
 
 from .delta_rule_moemb import carries_state, delta_rule
-from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate
+from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate, sigmoid, softplus
 from .kernels_moemb import kernel
 from .layout_moemb import PackedLayout
 from .packing_moemb import PackedTokens
@@ -141,6 +141,10 @@ def varlen_attention(
 
 def _continued_attention(query: Tensor, key: Tensor, value: Tensor, shared: SharedLayout, scaling: float) -> Tensor:
     """Causal attention where items also see the prefix that they continue."""
+    keys, values = key.index_select(0, shared.key_rows), value.index_select(0, shared.key_rows)
+    run = kernel("varlen_attention", query, keys, values, shared.cu_seqlens, shared.key_cu_seqlens)
+    if run is not None:
+        return run(query, keys, values, shared.cu_seqlens, scaling, True, shared.key_cu_seqlens)
     outputs = []
     for group in shared.attention_groups:
         tables = ((query, group.queries), (key, group.keys), (value, group.keys))
@@ -158,6 +162,10 @@ def last_query_attention(query: Tensor, key: Tensor, value: Tensor, layout: Pack
     if layout.shared is not None:
         key, value = key.index_select(0, layout.shared.item_rows), value.index_select(0, layout.shared.item_rows)
         layout = layout.shared.items
+    if not torch.is_grad_enabled():  # kernels have no backward for queries that are fewer than the keys
+        run = kernel("varlen_attention", query, key, value, layout.single_rows, layout.cu_seqlens)
+        if run is not None:
+            return run(query, key, value, layout.single_rows, scaling, True, layout.cu_seqlens)
     outputs, items = [], torch.argsort(layout.item_order)
     start = 0
     for index, valid in layout.causal_groups:
@@ -187,8 +195,8 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
     def forward(self, hidden_states: Tensor, packed: PackedTokens, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Mix `(tokens, hidden)` rows; also returns beta, `(tokens, value_heads)` fp32."""
         mixed = self._convolve(self.in_proj_qkv(hidden_states), packed.cu_seqlens, layout)
-        beta = torch.sigmoid(self.in_proj_b(hidden_states).float())
-        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias.float())
+        beta = sigmoid(self.in_proj_b(hidden_states).float())
+        decay = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden_states).float() + self.dt_bias.float())
         with torch.autocast(hidden_states.device.type, enabled=False):
             if layout.shared is None:
                 mixed = delta_rule(*self._heads(mixed), decay, beta, layout)
@@ -262,7 +270,7 @@ class MoEMBAttention(Qwen3_5MoeAttention):
             mixed = last_query_attention(query, key, value, layout, self.scaling)
         else:
             mixed = varlen_attention(query, key, value, layout, self.scaling, causal=True)
-        return self.o_proj((mixed * torch.sigmoid(gate)).flatten(-2))
+        return self.o_proj((mixed * sigmoid(gate)).flatten(-2))
 
 
 class MoEMBVisionAttention(Qwen3_5MoeVisionAttention):

@@ -149,18 +149,30 @@ inline int64_t task_queries(const MoembAttention& inputs) {
 }
 
 struct Task {
-  int64_t start, length;  // of the segment
-  int64_t query, queries;
+  int64_t start, length;   // of the segment's keys
+  int64_t query, queries;  // position of the first query in the segment, and their number
   int64_t key_head;
+  int64_t origin;  // the row of the query at position 0, which there may not be: then negative or a neighbour's
 };
 
-// Whether the cumulative lengths describe `tokens` rows.
+// The keys of a segment: those of its queries unless there are more.
+inline int64_t first_key(const MoembAttention& inputs, int64_t segment) {
+  return (inputs.cu_keys != nullptr ? inputs.cu_keys : inputs.cu_seqlens)[segment];
+}
+
+inline int64_t key_count(const MoembAttention& inputs, int64_t segment) {
+  return first_key(inputs, segment + 1) - first_key(inputs, segment);
+}
+
+// Whether the cumulative lengths describe `tokens` rows, and no segment has fewer keys than queries.
 inline bool valid_segments(const MoembAttention& inputs) {
   const int32_t* ends = inputs.cu_seqlens;
   if (inputs.segments < 0 || ends[0] != 0 || ends[inputs.segments] != inputs.tokens) return false;
   for (int64_t segment = 0; segment < inputs.segments; ++segment) {
     if (ends[segment + 1] < ends[segment]) return false;
+    if (key_count(inputs, segment) < ends[segment + 1] - ends[segment]) return false;
   }
+  if (inputs.cu_keys != nullptr) return inputs.cu_keys[0] == 0 && inputs.cu_keys[inputs.segments] == inputs.keys;
   return true;
 }
 
@@ -168,10 +180,12 @@ inline bool valid_segments(const MoembAttention& inputs) {
 inline int64_t list_tasks(const MoembAttention& inputs, int64_t queries, Task* tasks) {
   int64_t count = 0;
   for (int64_t segment = 0; segment < inputs.segments; ++segment) {
-    const int64_t start = inputs.cu_seqlens[segment], length = inputs.cu_seqlens[segment + 1] - start;
-    for (int64_t query = 0; query < length; query += queries) {
+    const int64_t start = first_key(inputs, segment), length = key_count(inputs, segment);
+    const int64_t before = length - (inputs.cu_seqlens[segment + 1] - inputs.cu_seqlens[segment]);
+    const int64_t origin = inputs.cu_seqlens[segment] - before;
+    for (int64_t query = before; query < length; query += queries) {
       for (int64_t head = 0; head < inputs.key_heads; ++head, ++count) {
-        if (tasks != nullptr) tasks[count] = {start, length, query, smaller(queries, length - query), head};
+        if (tasks != nullptr) tasks[count] = {start, length, query, smaller(queries, length - query), head, origin};
       }
     }
   }
@@ -183,7 +197,7 @@ inline int64_t score_work(const MoembAttention& inputs) {
   int64_t pairs = 0;
   for (int64_t segment = 0; segment < inputs.segments; ++segment) {
     const int64_t length = inputs.cu_seqlens[segment + 1] - inputs.cu_seqlens[segment];
-    pairs += length * length;
+    pairs += length * key_count(inputs, segment);
   }
   return pairs * inputs.heads * inputs.dim;
 }

@@ -75,7 +75,7 @@ inline void store_tile(Vec rows[kLanes], uint32_t* tile) {
 
 void pack_queries(const MoembAttention& inputs, const Task& task, int64_t lanes, int64_t padded, uint32_t* target) {
   const int64_t repeat = inputs.heads / inputs.key_heads;
-  const Bf16* queries = static_cast<const Bf16*>(inputs.query) + (task.start + task.query) * inputs.query_stride[0] +
+  const Bf16* queries = static_cast<const Bf16*>(inputs.query) + (task.origin + task.query) * inputs.query_stride[0] +
                         task.key_head * repeat * inputs.query_stride[1];
   for (int64_t lane = 0; lane < round_up(lanes, kPair); lane += kTile) {
     for (int64_t column = 0; column < padded; column += kPair, target += kTileWords) {
@@ -284,14 +284,14 @@ void write_output(const MoembAttention& inputs, const Task& task, const Work& wo
       }
       transpose(block);
       for (int64_t i = 0; i < smaller(kLanes, lanes - lane); ++i) {
-        const int64_t token = task.start + task.query + (lane + i) / repeat;
+        const int64_t token = task.origin + task.query + (lane + i) / repeat;
         const int64_t row = token * inputs.heads + task.key_head * repeat + (lane + i) % repeat;
         store(output + row * inputs.dim + column, block[i], tail(inputs.dim - column));
       }
     }
   }
   for (int64_t lane = 0; log_sum != nullptr && lane < lanes; ++lane) {
-    const int64_t token = task.start + task.query + lane / repeat;
+    const int64_t token = task.origin + task.query + lane / repeat;
     log_sum[token * inputs.heads + task.key_head * repeat + lane % repeat] =
         work.largest[lane] + log2f(work.total[lane]);
   }

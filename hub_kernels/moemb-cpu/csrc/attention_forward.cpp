@@ -105,7 +105,7 @@ void attend_task(const MoembAttention& inputs, const Task& task, const Forward& 
   const int64_t repeat = inputs.heads / inputs.key_heads, dim = inputs.dim, padded = round_up(dim, kLanes);
   const int64_t lanes = task.queries * repeat, task_lanes = round_up(lanes, kLanes);
   const float scale = inputs.scaling * 1.44269504f;
-  const T* queries = static_cast<const T*>(inputs.query) + (task.start + task.query) * inputs.query_stride[0] +
+  const T* queries = static_cast<const T*>(inputs.query) + (task.origin + task.query) * inputs.query_stride[0] +
                      task.key_head * repeat * inputs.query_stride[1];
   const T* keys =
       static_cast<const T*>(inputs.key) + task.start * inputs.key_stride[0] + task.key_head * inputs.key_stride[1];
@@ -130,7 +130,7 @@ void attend_task(const MoembAttention& inputs, const Task& task, const Forward& 
         first, count, lanes, padded, repeat, inputs.causal != 0);
   }
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t row = (task.start + task.query + lane / repeat) * inputs.heads + task.key_head * repeat;
+    const int64_t row = (task.origin + task.query + lane / repeat) * inputs.heads + task.key_head * repeat;
     const Vec inverse = splat(1.0f / work.total[lane]);
     T* target = output + (row + lane % repeat) * dim;
     for (int64_t column = 0; column < dim; column += kLanes) {

@@ -46,12 +46,9 @@ struct Shape {
         query_scale(1.0f / __builtin_sqrtf(static_cast<float>(key_dim))) {}
 };
 
-// Tokens per chunk of a segment. Equal chunks cost less than full ones and a short last one; the cut depends on the
-// segment's own length only, so its bits do too.
-inline int chunk_size(int length) {
-  const int chunks = (length + kChunk - 1) / kChunk;
-  return chunks <= 1 ? length : round_up((length + chunks - 1) / chunks, kLanes);
-}
+// Tokens per chunk of a segment. Chunks end at multiples of kChunk whatever the length: a segment that is cut there and
+// continued from the state gives the bits of the whole.
+inline int chunk_size(int length) { return length < kChunk ? length : kChunk; }
 
 // Memory of one thread, kept from call to call: fresh pages cost more than the arithmetic on them.
 class Scratch {
@@ -286,9 +283,10 @@ inline Ordered* order_segments(const MoembGatedDelta& p) {
   return order;
 }
 
-// Runs `task(workspace, segment, key_head)` for all of them, on all threads. `floats` of workspace per thread.
+// Runs `task(workspace, segment, key_head)` for all of them, or for those with tokens, on all threads. `floats` of
+// workspace per thread.
 template <typename Task>
-int run_tasks(const MoembGatedDelta& p, size_t floats, Scratch& (*scratch)(), const Task& task) {
+int run_tasks(const MoembGatedDelta& p, size_t floats, bool empty_too, Scratch& (*scratch)(), const Task& task) {
   Ordered* order = order_segments(p);
   if (order == nullptr) return MOEMB_NO_MEMORY;
   const int64_t tasks = p.segments * p.key_heads;
@@ -304,7 +302,7 @@ int run_tasks(const MoembGatedDelta& p, size_t floats, Scratch& (*scratch)(), co
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < tasks; ++t) {
       const Ordered& segment = order[t / p.key_heads];
-      if (workspace != nullptr && segment.length > 0) task(workspace, segment.segment, t % p.key_heads);
+      if (workspace != nullptr && (segment.length > 0 || empty_too)) task(workspace, segment.segment, t % p.key_heads);
     }
     scratch().trim();
   }

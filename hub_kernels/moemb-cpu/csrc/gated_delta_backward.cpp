@@ -372,7 +372,7 @@ extern "C" int moemb_cpu_gated_delta_backward(const MoembGatedDelta* inputs, con
   const int longest = longest_segment(*inputs);
   const int chunk = longest < kChunk ? longest : kChunk, chunks = (longest + kChunk - 1) / kChunk;
   const size_t floats = Buffers(nullptr, shape, chunk, chunks).floats;
-  return run_tasks(*inputs, floats, scratch, [&](float* workspace, int64_t index, int64_t key_head) {
+  return run_tasks(*inputs, floats, false, scratch, [&](float* workspace, int64_t index, int64_t key_head) {
     segment(*inputs, shape, grads, workspace, index, key_head);
   });
 }

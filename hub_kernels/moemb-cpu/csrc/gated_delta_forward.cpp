@@ -37,7 +37,8 @@ struct Buffers {
 struct Chunk {
   int64_t token;  // first one
   int count;
-  bool first, last;
+  bool first;  // no state before it
+  bool last;   // none is wanted behind it
 };
 
 void load_keys(const MoembGatedDelta& p, const Shape& shape, int64_t head, const Chunk& chunk, Buffers& b) {
@@ -95,20 +96,54 @@ void value_head(const MoembGatedDelta& p, const Shape& shape, int64_t head, floa
   product(update);
 }
 
-void segment(const MoembGatedDelta& p, const Shape& shape, float* workspace, int64_t index, int64_t key_head,
-             void* output) {
+// The states of the value heads of one key head: those given for the segment, or 0.
+void begin_states(const Shape& shape, const float* given, int64_t key_head, float* state) {
+  const int64_t size = static_cast<int64_t>(shape.key_dim) * shape.value_dim;
+  const int64_t step = static_cast<int64_t>(shape.key) * shape.value_row;
+  memset(state, 0, static_cast<size_t>(shape.repeat) * shape.key * shape.value_row * sizeof(float));
+  for (int h = 0; given != nullptr && h < shape.repeat; ++h, state += step) {
+    load_rows_as(given + (key_head * shape.repeat + h) * size, shape.value_dim, shape.key_dim, shape.value_dim, state,
+                 shape.value_row);
+  }
+}
+
+void end_states(const Shape& shape, const float* state, int64_t key_head, float* final) {
+  const int64_t size = static_cast<int64_t>(shape.key_dim) * shape.value_dim;
+  for (int h = 0; h < shape.repeat; ++h, state += static_cast<int64_t>(shape.key) * shape.value_row) {
+    store_rows_as(state, shape.value_row, shape.key_dim, shape.value_dim, final + (key_head * shape.repeat + h) * size,
+                  shape.value_dim);
+  }
+}
+
+void segment(const MoembGatedDelta& p, const MoembGatedDeltaStates& states, const Shape& shape, float* workspace,
+             int64_t index, int64_t key_head, void* output) {
   const int begin = p.cu_seqlens[index], length = p.cu_seqlens[index + 1] - begin;
   const int size = chunk_size(length);
+  const int64_t floats = p.value_heads * shape.key_dim * shape.value_dim;  // of one state
+  const int32_t from = states.state_of == nullptr ? -1 : states.state_of[index];
   Buffers buffers(workspace, shape, size);
+  if (from >= 0 || length == 0) {
+    begin_states(shape, from >= 0 ? states.initial + from * floats : nullptr, key_head, buffers.state);
+  }
   for (int start = 0; start < length; start += size) {
     const int count = length - start < size ? length - start : size;
-    const Chunk chunk{begin + start, count, start == 0, start + count == length};
+    const bool ends = start + count == length;
+    const Chunk chunk{begin + start, count, start == 0 && from < 0, ends && states.final == nullptr};
     load_keys(p, shape, key_head, chunk, buffers);
     for (int h = 0; h < shape.repeat; ++h) {
       float* state = buffers.state + static_cast<int64_t>(h) * shape.key * shape.value_row;
       value_head(p, shape, key_head * shape.repeat + h, state, chunk, buffers, output);
     }
   }
+  if (states.final != nullptr) end_states(shape, buffers.state, key_head, states.final + index * floats);
+}
+
+// Whether every segment starts from a state that exists.
+bool known_states(const MoembGatedDelta& p, const MoembGatedDeltaStates& states) {
+  for (int64_t s = 0; states.state_of != nullptr && s < p.segments; ++s) {
+    if (states.state_of[s] < -1 || states.state_of[s] >= states.count) return false;
+  }
+  return true;
 }
 
 Scratch& scratch() {
@@ -119,14 +154,17 @@ Scratch& scratch() {
 }  // namespace
 }  // namespace moemb
 
-extern "C" int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, void* output) {
+extern "C" int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, const MoembGatedDeltaStates* given, void* output) {
   using namespace moemb;
+  const MoembGatedDeltaStates states = given == nullptr ? MoembGatedDeltaStates{} : *given;
   const int status = check_arguments(*inputs);
   if (status != MOEMB_OK) return status;
+  if (!known_states(*inputs, states)) return MOEMB_BAD_ARGUMENT;
   const Shape shape(*inputs);
   const int longest = longest_segment(*inputs);
   const size_t floats = Buffers(nullptr, shape, longest < kChunk ? longest : kChunk).floats;
-  return run_tasks(*inputs, floats, scratch, [&](float* workspace, int64_t index, int64_t key_head) {
-    segment(*inputs, shape, workspace, index, key_head, output);
+  const bool empty_too = states.final != nullptr;
+  return run_tasks(*inputs, floats, empty_too, scratch, [&](float* workspace, int64_t index, int64_t key_head) {
+    segment(*inputs, states, shape, workspace, index, key_head, output);
   });
 }

@@ -85,10 +85,19 @@ typedef struct {
     const float *decay, *beta;                // (tokens, value_heads), contiguous; log decay <= 0
 } MoembGatedDelta;
 
+// States that segments of the forward pass start from and end with; (value_heads, key_dim, value_dim) each, contiguous.
+typedef struct {
+    const float* initial;  // `count` states
+    int64_t count;
+    const int32_t* state_of;  // of each segment: the state it starts from, -1 for 0; null: all start from 0
+    float* final;             // one for each segment; null: not wanted
+} MoembGatedDeltaStates;
+
 // Queries and keys are L2-normalised (x / sqrt(sum x^2 + 1e-6)), queries scaled by key_dim^-0.5, the state starts at 0
 // in every segment, all arithmetic is fp32. A segment's bits depend on that segment alone. `output` and all gradients
-// are contiguous (tokens, heads, dim) of `dtype`, those of decay and beta fp32.
-int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, void* output);
+// are contiguous (tokens, heads, dim) of `dtype`, those of decay and beta fp32. `states` may be null. A segment that
+// starts from the state behind the first 64 n tokens of another gives the bits of the two in one.
+int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, const MoembGatedDeltaStates* states, void* output);
 int moemb_cpu_gated_delta_backward(const MoembGatedDelta* inputs, const void* grad_output, void* grad_query,
                                    void* grad_key, void* grad_value, float* grad_decay, float* grad_beta);
 
@@ -184,6 +193,10 @@ typedef struct {
   float scaling;
   int32_t causal;
   int32_t dtype;
+  // Null, or (segments + 1) for keys and values that are more than the queries, which are then the last tokens of
+  // their segment; forward only.
+  const int32_t* cu_keys;
+  int64_t keys;
 } MoembAttention;
 
 // output (tokens, heads, dim) in the dtype of the inputs; log_sum (tokens, heads) fp32, the base-2 logarithm of each

@@ -30,8 +30,13 @@ MoembAttention inputs_of(const Tensor& query, const Tensor& key, const Tensor& v
 }
 
 void varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens,
-                      double scaling, bool causal, const Tensor& output, const Tensor& log_sum) {
-  const MoembAttention inputs = inputs_of(query, key, value, cu_seqlens, scaling, causal);
+                      const Tensor& cu_seqlens_k, double scaling, bool causal, const Tensor& output,
+                      const Tensor& log_sum) {
+  MoembAttention inputs = inputs_of(query, key, value, cu_seqlens, scaling, causal);
+  if (cu_seqlens_k.numel() != 0) {  // empty: each query's segment is that of its keys
+    inputs.cu_keys = cu_seqlens_k.data<int32_t>();
+    inputs.keys = key.size(0);
+  }
   float* sums = log_sum.numel() == 0 ? nullptr : log_sum.out<float>();  // empty: no backward will ask
   check(moemb_cpu_attention(&inputs, output.out(), sums), "varlen_attention");
 }
@@ -50,8 +55,8 @@ void varlen_attention_backward(const Tensor& query, const Tensor& key, const Ten
 
 MOEMB_LIBRARY(attention) {
   ops.def(
-      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, float scaling, bool causal, "
-      "Tensor(a!) out, Tensor(b!) log_sum) -> ()");
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor cu_seqlens_k, "
+      "float scaling, bool causal, Tensor(a!) out, Tensor(b!) log_sum) -> ()");
   ops.cpu<varlen_attention>("varlen_attention");
   ops.def(
       "varlen_attention_backward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, float scaling, "

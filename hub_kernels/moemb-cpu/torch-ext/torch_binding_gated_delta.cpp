@@ -34,7 +34,19 @@ MoembGatedDelta inputs_of(const Tensor& query, const Tensor& key, const Tensor& 
 void gated_delta_rule(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
                       const Tensor& beta, const Tensor& cu_seqlens, const Tensor& output) {
   const MoembGatedDelta inputs = inputs_of(query, key, value, decay, beta, cu_seqlens);
-  check(moemb_cpu_gated_delta(&inputs, output.out()), "gated_delta_rule");
+  check(moemb_cpu_gated_delta(&inputs, nullptr, output.out()), "gated_delta_rule");
+}
+
+void gated_delta_rule_states(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
+                             const Tensor& beta, const Tensor& cu_seqlens, const Tensor& initial,
+                             const Tensor& state_of, const Tensor& output, const Tensor& final) {
+  const MoembGatedDelta inputs = inputs_of(query, key, value, decay, beta, cu_seqlens);
+  MoembGatedDeltaStates states = {};
+  states.initial = initial.data<float>();
+  states.count = initial.size(0);
+  states.state_of = state_of.data<int32_t>();
+  states.final = final.numel() == 0 ? nullptr : final.out<float>();  // empty: not wanted
+  check(moemb_cpu_gated_delta(&inputs, &states, output.out()), "gated_delta_rule_states");
 }
 
 void gated_delta_rule_backward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
@@ -85,6 +97,10 @@ MOEMB_LIBRARY(gated_delta) {
       "gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, Tensor cu_seqlens, "
       "Tensor(a!) out) -> ()");
   ops.cpu<gated_delta_rule>("gated_delta_rule");
+  ops.def(
+      "gated_delta_rule_states(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, Tensor cu_seqlens, "
+      "Tensor initial_state, Tensor state_of, Tensor(a!) out, Tensor(b!) final_state) -> ()");
+  ops.cpu<gated_delta_rule_states>("gated_delta_rule_states");
   ops.def(
       "gated_delta_rule_backward(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
       "Tensor cu_seqlens, Tensor grad, Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, "

@@ -17,6 +17,11 @@ def _(query, key, value, decay, beta, cu_seqlens, out) -> None:
     return None
 
 
+@register_fake("gated_delta_rule_states")
+def _(query, key, value, decay, beta, cu_seqlens, initial_state, state_of, out, final_state) -> None:
+    return None
+
+
 @register_fake("gated_delta_rule_backward")
 def _(
     query, key, value, decay, beta, cu_seqlens, grad, grad_query, grad_key, grad_value, grad_decay, grad_beta
@@ -48,15 +53,24 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, cu_seqlens: Tensor
-) -> Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None = None,
+    state_of: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Gated delta rule inside each segment of a packing.
 
     Per value head, with `alpha = exp(decay)`:
     `S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T`, `o_t = S_t q_t` (arXiv 2412.06464, equation 10);
     keys and queries are L2-normalised (`x / sqrt(sum(x^2) + 1e-6)`), queries scaled by `key_dim ** -0.5`, and `S` is 0
-    at the start of every segment. A segment's result depends on that segment alone, to the bit, and on no number of
-    threads.
+    at the start of every segment that is not given a state. A segment's result depends on that segment and its state
+    alone, to the bit, and on no number of threads; one that starts from the state behind the first 64 n tokens of
+    another gives the bits of the two in one.
 
     Args:
         query, key (`torch.Tensor` of shape `(tokens, key_heads, key_dim)`): fp32, bf16 or fp16; tokens and heads may
@@ -67,25 +81,72 @@ def gated_delta_rule(
         beta (`torch.FloatTensor` of shape `(tokens, value_heads)`): write strength.
         cu_seqlens (`torch.IntTensor` of shape `(segments + 1,)`): offsets from 0 to `tokens`; equal neighbours are
             empty segments.
+        initial_state (`torch.FloatTensor` of shape `(states, value_heads, key_dim, value_dim)`, *optional*): states
+            that segments start from, in this precision only; comes with `state_of`.
+        state_of (`torch.IntTensor` of shape `(segments,)`, *optional*): the state that each segment starts from, -1
+            for 0.
+        return_final_state (`bool`, defaults to `False`): also return the state behind each segment.
 
     Returns:
         `torch.Tensor` of shape `(tokens, value_heads, value_dim)`, contiguous, dtype of `value`; differentiable in the
-        first five arguments.
+        first five arguments, but not where states are given or returned. With `return_final_state` also the states,
+        fp32 of shape `(segments, value_heads, key_dim, value_dim)`.
 
     Raises:
-        ValueError: a shape, dtype or device that the kernel does not take.
-        RuntimeError: `cu_seqlens` does not rise from 0 to `tokens`.
+        ValueError: a shape, dtype or device that the kernel does not take, or a gradient together with states.
+        RuntimeError: `cu_seqlens` does not rise from 0 to `tokens`, or `state_of` names a state that does not exist.
     """
     _check(query, key, value, decay, beta, cu_seqlens)
     query, key, value = (_readable(states) for states in (query, key, value))
     inputs = (query, key, value, decay.contiguous(), beta.contiguous(), cu_seqlens.contiguous())
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    if initial_state is not None or state_of is not None or return_final_state:
+        if tracked:
+            raise ValueError("gated_delta_rule: there are no gradients where states are given or returned")
+        return _rule_with_states(*inputs, initial_state, state_of, return_final_state)
+    if tracked:
         return _GatedDeltaRule.apply(*inputs)
     return _rule(*inputs)
 
 
-def supports_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *scalars: Tensor) -> bool:
-    """Whether `gated_delta_rule` runs on these tensors without a copy; feature sizes are multiples of 8 up to 256."""
+def _rule_with_states(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    state_of: Tensor | None,
+    return_final_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    segments, shape = cu_seqlens.shape[0] - 1, (value.shape[1], key.shape[2], value.shape[2])
+    if (initial_state is None) != (state_of is None):
+        raise ValueError("gated_delta_rule: initial_state and state_of come together")
+    if initial_state is None:
+        initial_state = torch.empty((0, *shape), dtype=torch.float32)
+        state_of = torch.full((segments,), -1, dtype=torch.int32)
+    for name, tensor, dtype, wanted in (
+        ("initial_state", initial_state, torch.float32, (len(initial_state), *shape)),
+        ("state_of", state_of, torch.int32, (segments,)),
+    ):
+        if tensor.dtype != dtype or tensor.shape != wanted or tensor.device.type != "cpu":
+            raise ValueError(
+                f"gated_delta_rule: {name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, not "
+                f"{str(dtype).removeprefix('torch.')} of shape {wanted} on the CPU"
+            )
+    output = torch.empty(value.shape, dtype=value.dtype)
+    final = torch.empty((segments if return_final_state else 0, *shape), dtype=torch.float32)
+    states = (initial_state.contiguous(), state_of.contiguous())
+    ops.gated_delta_rule_states(query, key, value, decay, beta, cu_seqlens, *states, output, final)
+    return (output, final) if return_final_state else output
+
+
+def supports_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> bool:
+    """Whether `gated_delta_rule` runs on these tensors without a copy; feature sizes are multiples of 8 up to 256.
+
+    `others` are `decay`, `beta`, `cu_seqlens` and, where there are states, `initial_state` and `state_of`.
+    """
     if not (query.dtype == key.dtype == value.dtype and value.dtype in DTYPES):
         return False
     for states in (query, key, value):
@@ -95,9 +156,8 @@ def supports_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *scalar
             return False
     if query.shape != key.shape or key.shape[1] < 1 or value.shape[1] < 1 or value.shape[1] % key.shape[1]:
         return False
-    return all(tensor.dtype == torch.float32 for tensor in scalars[:2]) and all(
-        tensor.dtype == torch.int32 for tensor in scalars[2:]
-    )
+    dtypes = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int32)
+    return len(others) <= len(dtypes) and all(tensor.dtype == dtype for tensor, dtype in zip(others, dtypes))
 
 
 def _readable(states: Tensor) -> Tensor:
