@@ -12,6 +12,8 @@ from types import ModuleType
 ORGANISATION = "moemb"
 VERSION = 1  # of the operations' contract, and so of the repositories on the Hub
 REPOSITORIES = {"cpu": ("moemb-cpu",), "cuda": ("moemb-experts", "moemb-gated-delta")}
+# version of the signatures in which the model calls its operations; a kernel build of another version is not used
+CONTRACT = 1
 STAGED = Path(sys.prefix) / "share" / "moemb" / "kernels"
 NO_LIBRARY = "the 'kernels' package is not installed: pip install 'kernels>=0.17.2'"
 
@@ -217,6 +219,12 @@ def check_digest(variant: Path) -> bool:
 def _checked(module: ModuleType) -> ModuleType:
     if not callable(getattr(module, "supports", None)):
         raise ValueError("it has no function supports(op, *tensors)")
+    contract = getattr(module, "CONTRACT", None)
+    if contract != CONTRACT:
+        raise ValueError(
+            f"it offers version {contract} of the operations' signatures, this model calls version {CONTRACT}: build "
+            "it again with `make install`, or take the release that belongs to the model's code"
+        )
     return module
 
 

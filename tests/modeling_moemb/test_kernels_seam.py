@@ -19,6 +19,7 @@ from modeling_moemb.kernels_moemb import kernel, kernel_sources
 # what a kernel needs to load; the tools that stage real ones have their own tests
 INIT = """
 NAME = "{mark}"
+CONTRACT = 1
 
 
 def swiglu(gate, up):
@@ -166,6 +167,8 @@ def damage_digest(variant: Path) -> None:
         ("import no_such_module", None, "ModuleNotFoundError: No module named 'no_such_module'"),
         ("raise SystemError('broken here')", None, "SystemError: broken here"),
         ("def swiglu(gate, up): ...", None, r"it has no function supports\(op, \*tensors\)"),
+        (INIT.replace("CONTRACT = 1", "CONTRACT = 0"), None, "it offers version 0 of the operations' signatures"),
+        (INIT.replace("CONTRACT = 1", ""), None, "it offers version None of the operations' signatures"),
     ],
 )
 def test_a_broken_kernel_is_one_warning_with_path_and_remedy(tmp_path, said, init, damage, message, request):
@@ -226,7 +229,7 @@ class FakeLibrary:
         if self.error is not None:
             raise self.error
         module = type(kernels_moemb)("hub_kernel")
-        module.supports, module.swiglu = lambda op, *tensors: True, lambda gate, up: up
+        module.supports, module.swiglu, module.CONTRACT = lambda op, *tensors: True, lambda gate, up: up, 1
         return module
 
 

@@ -37,6 +37,9 @@ def supports(op: str, *tensors) -> bool:
     return check is not None and isa_level() > 0 and check(*tensors)
 
 
+# Version of the operations' signatures that this build offers; raised together with `CONTRACT` of the model's code.
+CONTRACT = 1
+
 __all__ = [
     "causal_conv",
     "experts",

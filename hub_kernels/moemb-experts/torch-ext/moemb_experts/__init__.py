@@ -9,6 +9,9 @@ from .backends import NAMES, choose, implementation, why_not
 from .checks import check_experts, supports_experts
 
 
+# Version of the operations' signatures that this build offers; raised together with `CONTRACT` of the model's code.
+CONTRACT = 1
+
 __all__ = ["backend", "backends", "experts", "layers", "supports"]
 
 

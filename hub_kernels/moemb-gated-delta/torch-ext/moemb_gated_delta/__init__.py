@@ -18,6 +18,9 @@ from .checks import (
 from .portable import causal_conv_torch, gated_delta_rule_torch, gated_rms_norm_torch, rms_norm_torch
 
 
+# Version of the operations' signatures that this build offers; raised together with `CONTRACT` of the model's code.
+CONTRACT = 1
+
 __all__ = ["causal_conv", "gated_delta_rule", "gated_rms_norm", "layers", "rms_norm", "supports"]
 
 _SUPPORTS = {
