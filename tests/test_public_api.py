@@ -41,6 +41,7 @@ def test_verbs():
         "convert",
         "prune-experts",
         "calibrate",
+        "analyze",
         "kernels",
         "quickstart",
     ]

@@ -194,8 +194,10 @@ def measure_blocks(inputs: CalibrationInputs, by_modality: bool) -> BlockMeasure
 
 
 def run_as_encoding(model: Any, features: Mapping[str, Tensor], budget: Mapping[str, Any]) -> Any:
-    """A forward pass as encoding makes it, with a record (which puts a dial before every block) and no shared prefixes:
-    every token of every item counts."""
+    """A forward pass as encoding makes it, with a record (which puts a dial before every block).
+
+    No prefix is shared: every token of every item counts.
+    """
     given = {"adaptive_compute": dict(budget), "pooled_only": True, "output_compute": True, "share_prefixes": False}
     return model(**features, **given)
 

@@ -25,6 +25,7 @@ VERBS = {
     "convert": "convert",
     "prune-experts": "prune_experts",
     "calibrate": "calibration",
+    "analyze": "analyze",
     "kernels": "kernels",
     "quickstart": "quickstart",
 }
