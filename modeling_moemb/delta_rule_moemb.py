@@ -6,43 +6,49 @@ from torch import Tensor
 from .elementwise_moemb import unit_norm
 from .kernels_moemb import kernel
 from .layout_moemb import ChunkClass, PackedLayout
+from .prefix_layout_moemb import SharedLayout
 
 
-def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    layout: PackedLayout,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
     """[`gated_delta_rule`] by the kernel of this device or by torch; a kernel's output has the dtype of `value`."""
-    given = (query, key, value, decay, beta, layout.cu_seqlens)
-    if initial_state is None and not return_final_state:
-        run = kernel("gated_delta_rule", *given)
-        return gated_delta_rule(*given[:5], layout) if run is None else run(*given)
-    states = (_no_states(key, value) if initial_state is None else initial_state, layout.states)
-    run = kernel("gated_delta_rule", *given, *states)
+    states = (query, key, value, decay, beta)
+    run = kernel("gated_delta_rule", *states, layout.cu_seqlens)
+    return gated_delta_rule(*states, layout) if run is None else run(*states, layout.cu_seqlens)
+
+
+def continued_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, shared: SharedLayout
+) -> Tensor:
+    """[`delta_rule`] where items continue prefixes, for inference.
+
+    The whole chunks of a prefix run once where a state can be handed on; a kernel that takes none runs every item from
+    its start.
+    """
+    states = (query, key, value, decay, beta)
+    plain = kernel("gated_delta_rule", *states, shared.cu_seqlens)
+    steps = shared.steps(True)
+    start = value.new_empty(0, value.shape[1], key.shape[-1], value.shape[-1], dtype=torch.float32)
+    tables = (steps.tails.states, steps.tail_rows, steps.silent)
+    run = kernel("gated_delta_rule", *states, steps.tails.cu_seqlens, start, *tables)
     if run is not None:
-        return run(*given, *states, return_final_state)
-    return gated_delta_rule(*given[:5], layout, initial_state, return_final_state)
-
-
-def _no_states(key: Tensor, value: Tensor) -> Tensor:
-    shape = (0, value.shape[1], key.shape[-1], value.shape[-1])
-    return torch.empty(shape, dtype=torch.float32, device=value.device)
-
-
-def carries_state(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
-) -> bool:
-    """Whether what runs the delta rule here takes and returns states; torch does."""
-    given = (query, key, value, decay, beta, layout.cu_seqlens)
-    if kernel("gated_delta_rule", *given) is None:
-        return True
-    return kernel("gated_delta_rule", *given, _no_states(key, value), layout.cu_seqlens) is not None
+        output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if (heads := steps.heads) is not None:
+            none = (start, heads.states, True, steps.head_rows, torch.zeros_like(heads.states))
+            _, start = run(*states, heads.cu_seqlens, *none, output)
+        return run(*states, steps.tails.cu_seqlens, start, tables[0], False, *tables[1:], output)
+    steps = shared.steps(plain is None)
+    outputs, start = [], None
+    if steps.heads is not None:
+        heads = (tensor.index_select(0, steps.head_rows) for tensor in states)
+        output, start = gated_delta_rule(*heads, steps.heads, return_final_state=True)
+        outputs.append(output)
+    tails = [tensor.index_select(0, steps.tail_rows) for tensor in states]
+    if plain is None:
+        outputs.append(gated_delta_rule(*tails, steps.tails, start))
+    else:
+        outputs.append(plain(*tails, steps.tails.cu_seqlens))
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return flat.index_select(0, steps.place)
 
 
 def gated_delta_rule(

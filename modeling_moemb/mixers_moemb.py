@@ -18,7 +18,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeVisionAttention,
 )
 
-from .delta_rule_moemb import carries_state, delta_rule
+from .delta_rule_moemb import continued_delta_rule, delta_rule
 from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate, sigmoid, softplus
 from .kernels_moemb import kernel
 from .layout_moemb import PackedLayout
@@ -201,7 +201,7 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
             if layout.shared is None:
                 mixed = delta_rule(*self._heads(mixed), decay, beta, layout)
             else:
-                mixed = self._continued_delta_rule(mixed, decay, beta, layout.shared)
+                mixed = continued_delta_rule(*self._heads(mixed), decay, beta, layout.shared)
         gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
         mixed = self.norm(mixed, gate).flatten(-2)
         return self.out_proj(mixed), beta
@@ -228,18 +228,6 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         if run is not None:
             return run(hidden_states, weight, cu_seqlens, "silu")
         return self.conv_activation(causal_conv(hidden_states, weight, cu_seqlens))
-
-    def _continued_delta_rule(self, mixed: Tensor, decay: Tensor, beta: Tensor, shared: SharedLayout) -> Tensor:
-        """The delta rule where items continue prefixes; their whole chunks run once if a state can be handed on."""
-        steps = shared.steps(carries_state(*self._heads(mixed), decay, beta, shared))
-        outputs, state = [], None
-        if steps.heads is not None:
-            rows, scalars = mixed.index_select(0, steps.head_rows), (decay[steps.head_rows], beta[steps.head_rows])
-            output, state = delta_rule(*self._heads(rows), *scalars, steps.heads, return_final_state=True)
-            outputs.append(output)
-        rows, scalars = mixed.index_select(0, steps.tail_rows), (decay[steps.tail_rows], beta[steps.tail_rows])
-        outputs.append(delta_rule(*self._heads(rows), *scalars, steps.tails, initial_state=state))
-        return torch.cat(outputs).index_select(0, steps.place)
 
 
 class MoEMBAttention(Qwen3_5MoeAttention):

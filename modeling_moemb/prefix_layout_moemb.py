@@ -31,15 +31,21 @@ class RuleSteps:
         head_rows (`torch.LongTensor`): their rows.
         tails (`PackedLayout`): of each item what no head holds; its `state_of` names the head that it follows.
         tail_rows (`torch.LongTensor`): their rows.
-        place (`torch.LongTensor` of shape `(tokens,)`): where each row of the packing stands in the outputs of the
-            heads, followed by those of the tails.
+        silent (`torch.IntTensor` of shape `(items,)`): how many rows at the start of each tail are those of an earlier
+            one, too.
     """
 
     heads: PackedLayout | None
     head_rows: Tensor
     tails: PackedLayout
     tail_rows: Tensor
-    place: Tensor
+    silent: Tensor
+
+    @cached_property
+    def place(self) -> Tensor:
+        """`torch.LongTensor` `(tokens,)`: where each row stands in the outputs of the heads, then the tails."""
+        rows = torch.cat([self.head_rows, self.tail_rows]).cpu().numpy()
+        return torch.from_numpy(np.unique(rows, return_index=True)[1]).to(self.tail_rows.device)
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,6 @@ class SharedLayout(PackedLayout):
     def _on(self, device: torch.device) -> "SharedLayout":
         return SharedLayout(self.lengths, device, self.prefix_of)
 
-    def _place(self, rows: np.ndarray) -> Tensor:
-        """Where each row of the packing first stands in `rows`, which hold all of them."""
-        return torch.from_numpy(np.unique(rows, return_index=True)[1]).to(self.device)
-
     # attention
 
     @cached_property
@@ -167,20 +169,21 @@ class SharedLayout(PackedLayout):
         chunks = [length // MAX_CHUNK * MAX_CHUNK * carried for _, length in self._own[: self.prefixes]]
         with_chunks = [prefix for prefix, length in enumerate(chunks) if length]
         heads = [(self._own[prefix][0], chunks[prefix]) for prefix in with_chunks]
-        tails, lengths, states = [], [], []
+        tails, lengths, states, silent, seen = [], [], [], [], set()
         for prefix, own in zip(self.prefix_of, self._own[self.prefixes :]):
             start, rest = self._own[prefix] if prefix >= 0 else (0, 0)
             done = chunks[prefix] if prefix >= 0 else 0
             tails += [(start + done, rest - done), own]
             lengths.append(rest - done + own[1])
             states.append(with_chunks.index(prefix) if done else -1)
-        head_rows, tail_rows = _rows(heads), _rows(tails)
+            silent.append(rest - done if prefix in seen else 0)
+            seen.add(prefix)
         return RuleSteps(
             heads=PackedLayout([length for _, length in heads], self.device) if heads else None,
-            head_rows=torch.from_numpy(head_rows).to(self.device),
+            head_rows=self._rows_on_device(heads),
             tails=PackedLayout(lengths, self.device, states),
-            tail_rows=torch.from_numpy(tail_rows).to(self.device),
-            place=self._place(np.concatenate([head_rows, tail_rows])),
+            tail_rows=self._rows_on_device(tails),
+            silent=torch.tensor(silent, dtype=torch.int32).to(self.device),
         )
 
     def seams(self, taps: int) -> ConvolutionSeams:

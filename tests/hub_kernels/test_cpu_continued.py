@@ -80,6 +80,35 @@ def test_rule_with_states_and_threads(moemb_cpu):
         assert_same_bits(first, second)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rule_of_rows_that_segments_share(moemb_cpu, dtype):
+    """As on gathered copies; what no segment writes stays as it was."""
+    inputs, given = inputs_of([200], (2, 4, 24, 40), dtype), torch.randn(2, 4, 24, 40)
+    first, other = torch.arange(70), torch.randperm(190)[:100].sort().values
+    own = [torch.tensor([100, 90, 80]), torch.tensor([], dtype=torch.long), torch.arange(110, 190)]
+    rows = torch.cat([first, own[0], first, own[1], first[3:], own[2], other])
+    lengths, silent = [73, 70, 147, 100], [0, 70, 67, 100]
+    silent = torch.tensor(silent, dtype=torch.int32)
+    table = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
+    out = torch.full_like(inputs[2], 7.0)
+    with poisoned():
+        result, final = moemb_cpu.gated_delta_rule(
+            *inputs, offsets(lengths), given, table, True, rows, silent, out.contiguous()
+        )
+        gathered = [tensor[rows] for tensor in inputs]
+        expected, behind = moemb_cpu.gated_delta_rule(*gathered, offsets(lengths), given, table, True)
+    assert_same_bits(final, behind)
+    written = torch.full((200,), -1)
+    place = torch.arange(len(rows)).split(lengths)
+    for segment, count in zip(place, silent.tolist()):
+        written[rows[segment[count:]]] = segment[count:]
+    assert_same_bits(result[written >= 0], expected[written[written >= 0]])
+    assert (written < 0).sum() == 47 and (result[written < 0] == 7).all()
+    with threads(2):
+        again = moemb_cpu.gated_delta_rule(*inputs, offsets(lengths), given, table, False, rows, silent, out.clone())
+    assert_same_bits(again, result)
+
+
 def test_rule_refuses(moemb_cpu):
     inputs, ends = inputs_of([5], (1, 2, 16, 16)), offsets([5])
     state, table = torch.zeros(1, 2, 16, 16), torch.zeros(1, dtype=torch.int32)
@@ -94,6 +123,14 @@ def test_rule_refuses(moemb_cpu):
     for unknown in (1, -2):
         with pytest.raises(RuntimeError, match="contradict"):
             moemb_cpu.gated_delta_rule(*inputs, ends, state, table.fill_(unknown))
+    with pytest.raises(ValueError, match="rows and silent come together"):
+        moemb_cpu.gated_delta_rule(*inputs, ends, rows=torch.arange(5))
+    for unknown in (5, -1):
+        rows = torch.tensor([0, 1, 2, 3, unknown])
+        with pytest.raises(RuntimeError, match="contradict"):
+            moemb_cpu.gated_delta_rule(*inputs, ends, rows=rows, silent=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="out is torch.float64"):
+        moemb_cpu.gated_delta_rule(*inputs, ends, out=inputs[2].double())
     inputs[2] = inputs[2].detach().requires_grad_()
     with pytest.raises(ValueError, match="no gradients"):
         moemb_cpu.gated_delta_rule(*inputs, ends, return_final_state=True)

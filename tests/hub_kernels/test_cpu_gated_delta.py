@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from modeling_moemb.layout_moemb import PackedLayout
 from modeling_moemb.delta_rule_moemb import gated_delta_rule as torch_rule
+from modeling_moemb.layout_moemb import PackedLayout
 
 
 LENGTHS = [1, 0, 63, 64, 65, 7, 0, 130]

@@ -71,4 +71,4 @@ def test_kernels_that_hand_no_state_on_run_every_item_from_its_start(model, moem
 
     monkeypatch.setattr(kernels_moemb, "_choices", {})
     assert_same_bits(vectors(model, items), expected)
-    assert ("gated_delta_rule", 8) in asked
+    assert ("gated_delta_rule", 10) in asked

@@ -39,13 +39,51 @@ struct Chunk {
   int count;
   bool first;  // no state before it
   bool last;   // none is wanted behind it
+  int silent;  // tokens whose output is not written
 };
 
-void load_keys(const MoembGatedDelta& p, const Shape& shape, int64_t head, const Chunk& chunk, Buffers& b) {
-  load_rows(p.dtype, p.key, chunk.token * p.key_token + head * p.key_head, p.key_token, chunk.count, shape.key_dim,
-            b.key, shape.key_row);
-  load_rows(p.dtype, p.query, chunk.token * p.query_token + head * p.query_head, p.query_token, chunk.count,
-            shape.key_dim, b.query, shape.key_row);
+// The inputs of a forward pass by token, wherever its row is.
+struct Tokens {
+  const MoembGatedDelta& p;
+  const MoembContinuation& how;
+
+  int64_t row(int64_t token) const { return how.rows == nullptr ? token : how.rows[token]; }
+
+  // The features of one head.
+  void load(const void* source, int64_t token_step, int64_t head_offset, const Chunk& chunk, int dim, float* target,
+            int64_t target_row) const {
+    if (how.rows == nullptr) {
+      const int64_t offset = chunk.token * token_step + head_offset;
+      return load_rows(p.dtype, source, offset, token_step, chunk.count, dim, target, target_row);
+    }
+    for (int r = 0; r < chunk.count; ++r, target += target_row) {
+      load_rows(p.dtype, source, how.rows[chunk.token + r] * token_step + head_offset, 0, 1, dim, target, target_row);
+    }
+  }
+
+  // The scalars of one value head.
+  void load(const float* source, int64_t head, const Chunk& chunk, float* target) const {
+    for (int r = 0; r < chunk.count; ++r) target[r] = source[row(chunk.token + r) * p.value_heads + head];
+  }
+
+  void store_output(const float* source, int64_t source_row, int64_t head, const Chunk& chunk, int dim,
+                    void* output) const {
+    const int64_t step = p.value_heads * dim;
+    if (how.rows == nullptr) {
+      const int64_t offset = chunk.token * step + head * dim;
+      return store_rows(source, source_row, chunk.count, dim, p.dtype, output, offset, step);
+    }
+    for (int r = chunk.silent; r < chunk.count; ++r) {
+      const int64_t offset = how.rows[chunk.token + r] * step + head * dim;
+      store_rows(source + r * source_row, source_row, 1, dim, p.dtype, output, offset, step);
+    }
+  }
+};
+
+void load_keys(const Tokens& tokens, const Shape& shape, int64_t head, const Chunk& chunk, Buffers& b) {
+  const MoembGatedDelta& p = tokens.p;
+  tokens.load(p.key, p.key_token, head * p.key_head, chunk, shape.key_dim, b.key, shape.key_row);
+  tokens.load(p.query, p.query_token, head * p.query_head, chunk, shape.key_dim, b.query, shape.key_row);
   normalise_rows(b.key, shape.key_row, chunk.count, shape.key, 1.0f, nullptr);
   normalise_rows(b.query, shape.key_row, chunk.count, shape.key, shape.query_scale, nullptr);
   transpose_block(b.key, shape.key_row, chunk.count, shape.key, b.key_columns, b.chunk_row);
@@ -58,17 +96,19 @@ void load_keys(const MoembGatedDelta& p, const Shape& shape, int64_t head, const
   product(pairs);
 }
 
-void value_head(const MoembGatedDelta& p, const Shape& shape, int64_t head, float* state, const Chunk& chunk,
-                Buffers& b, void* output) {
+void value_head(const Tokens& tokens, const Shape& shape, int64_t head, float* state, const Chunk& chunk, Buffers& b,
+                void* output) {
+  const MoembGatedDelta& p = tokens.p;
   const int count = chunk.count;
   const int64_t row = shape.value_row;
-  const int64_t scalars = chunk.token * p.value_heads + head;
+  float decay[kChunk], beta[kChunk];
+  tokens.load(p.decay, head, chunk, decay);
+  tokens.load(p.beta, head, chunk, beta);
   Factors factors;
-  fill_factors(p.decay + scalars, p.beta + scalars, p.value_heads, count, factors);
+  fill_factors(decay, beta, 1, count, factors);
   fill_pairs(factors, count, b.chunk_row, b.key_key, b.query_key, b.system, b.attention, nullptr);
 
-  load_rows(p.dtype, p.value, chunk.token * p.value_token + head * p.value_head, p.value_token, count,
-            shape.value_dim, b.solved, row);
+  tokens.load(p.value, p.value_token, head * p.value_head, chunk, shape.value_dim, b.solved, row);
   Product from_state{count, shape.key, shape.value, {b.key, shape.key_row, 1}, {state, row}, b.solved, row};
   if (!chunk.first) {
     from_state.scale = factors.minus_age;
@@ -86,8 +126,7 @@ void value_head(const MoembGatedDelta& p, const Shape& shape, int64_t head, floa
   attend.range = Inner::kUpToRow;
   attend.keep = chunk.first ? 0.0f : 1.0f;
   product(attend);
-  store_rows(b.out, row, count, shape.value_dim, p.dtype, output,
-             (chunk.token * p.value_heads + head) * shape.value_dim, p.value_heads * shape.value_dim);
+  tokens.store_output(b.out, row, head, chunk, shape.value_dim, output);
 
   if (chunk.last) return;
   scale_rows(b.written, row, count, shape.value, factors.rest);
@@ -115,33 +154,43 @@ void end_states(const Shape& shape, const float* state, int64_t key_head, float*
   }
 }
 
-void segment(const MoembGatedDelta& p, const MoembGatedDeltaStates& states, const Shape& shape, float* workspace,
-             int64_t index, int64_t key_head, void* output) {
+void segment(const Tokens& tokens, const Shape& shape, float* workspace, int64_t index, int64_t key_head,
+             void* output) {
+  const MoembGatedDelta& p = tokens.p;
+  const MoembContinuation& how = tokens.how;
   const int begin = p.cu_seqlens[index], length = p.cu_seqlens[index + 1] - begin;
   const int size = chunk_size(length);
   const int64_t floats = p.value_heads * shape.key_dim * shape.value_dim;  // of one state
-  const int32_t from = states.state_of == nullptr ? -1 : states.state_of[index];
+  const int32_t from = how.state_of == nullptr ? -1 : how.state_of[index];
+  const int silent = how.rows == nullptr ? 0 : how.silent[index];
   Buffers buffers(workspace, shape, size);
   if (from >= 0 || length == 0) {
-    begin_states(shape, from >= 0 ? states.initial + from * floats : nullptr, key_head, buffers.state);
+    begin_states(shape, from >= 0 ? how.initial + from * floats : nullptr, key_head, buffers.state);
   }
   for (int start = 0; start < length; start += size) {
     const int count = length - start < size ? length - start : size;
     const bool ends = start + count == length;
-    const Chunk chunk{begin + start, count, start == 0 && from < 0, ends && states.final == nullptr};
-    load_keys(p, shape, key_head, chunk, buffers);
+    const Chunk chunk{begin + start, count, start == 0 && from < 0, ends && how.final == nullptr,
+                      silent > start ? silent - start : 0};
+    load_keys(tokens, shape, key_head, chunk, buffers);
     for (int h = 0; h < shape.repeat; ++h) {
       float* state = buffers.state + static_cast<int64_t>(h) * shape.key * shape.value_row;
-      value_head(p, shape, key_head * shape.repeat + h, state, chunk, buffers, output);
+      value_head(tokens, shape, key_head * shape.repeat + h, state, chunk, buffers, output);
     }
   }
-  if (states.final != nullptr) end_states(shape, buffers.state, key_head, states.final + index * floats);
+  if (how.final != nullptr) end_states(shape, buffers.state, key_head, how.final + index * floats);
 }
 
-// Whether every segment starts from a state that exists.
-bool known_states(const MoembGatedDelta& p, const MoembGatedDeltaStates& states) {
-  for (int64_t s = 0; states.state_of != nullptr && s < p.segments; ++s) {
-    if (states.state_of[s] < -1 || states.state_of[s] >= states.count) return false;
+// Whether every segment starts from a state that exists, and every token has a row.
+bool consistent(const MoembGatedDelta& p, const MoembContinuation& how) {
+  for (int64_t s = 0; how.state_of != nullptr && s < p.segments; ++s) {
+    if (how.state_of[s] < -1 || how.state_of[s] >= how.count) return false;
+  }
+  for (int64_t t = 0; how.rows != nullptr && t < p.tokens; ++t) {
+    if (how.rows[t] < 0 || how.rows[t] >= how.rows_in_all) return false;
+  }
+  for (int64_t s = 0; how.rows != nullptr && s < p.segments; ++s) {
+    if (how.silent[s] < 0) return false;
   }
   return true;
 }
@@ -154,17 +203,18 @@ Scratch& scratch() {
 }  // namespace
 }  // namespace moemb
 
-extern "C" int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, const MoembGatedDeltaStates* given, void* output) {
+extern "C" int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, const MoembContinuation* how, void* output) {
   using namespace moemb;
-  const MoembGatedDeltaStates states = given == nullptr ? MoembGatedDeltaStates{} : *given;
+  const MoembContinuation given = how == nullptr ? MoembContinuation{} : *how;
   const int status = check_arguments(*inputs);
   if (status != MOEMB_OK) return status;
-  if (!known_states(*inputs, states)) return MOEMB_BAD_ARGUMENT;
+  if (!consistent(*inputs, given)) return MOEMB_BAD_ARGUMENT;
   const Shape shape(*inputs);
   const int longest = longest_segment(*inputs);
   const size_t floats = Buffers(nullptr, shape, longest < kChunk ? longest : kChunk).floats;
-  const bool empty_too = states.final != nullptr;
+  const Tokens tokens{*inputs, given};
+  const bool empty_too = given.final != nullptr;
   return run_tasks(*inputs, floats, empty_too, scratch, [&](float* workspace, int64_t index, int64_t key_head) {
-    segment(*inputs, states, shape, workspace, index, key_head, output);
+    segment(tokens, shape, workspace, index, key_head, output);
   });
 }

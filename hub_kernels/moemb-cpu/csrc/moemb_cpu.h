@@ -85,19 +85,24 @@ typedef struct {
     const float *decay, *beta;                // (tokens, value_heads), contiguous; log decay <= 0
 } MoembGatedDelta;
 
-// States that segments of the forward pass start from and end with; (value_heads, key_dim, value_dim) each, contiguous.
+// How segments of the forward pass continue others. States are (value_heads, key_dim, value_dim) each, contiguous.
 typedef struct {
     const float* initial;  // `count` states
     int64_t count;
     const int32_t* state_of;  // of each segment: the state it starts from, -1 for 0; null: all start from 0
     float* final;             // one for each segment; null: not wanted
-} MoembGatedDeltaStates;
+    // Null, or the row of each token in all inputs and in the output, one of `rows_in_all`. Segments may have rows in
+    // common: nothing is written of the first `silent` tokens of each, so that one thread alone writes a row.
+    const int64_t* rows;
+    int64_t rows_in_all;
+    const int32_t* silent;
+} MoembContinuation;
 
 // Queries and keys are L2-normalised (x / sqrt(sum x^2 + 1e-6)), queries scaled by key_dim^-0.5, the state starts at 0
 // in every segment, all arithmetic is fp32. A segment's bits depend on that segment alone. `output` and all gradients
-// are contiguous (tokens, heads, dim) of `dtype`, those of decay and beta fp32. `states` may be null. A segment that
+// are contiguous (tokens, heads, dim) of `dtype`, those of decay and beta fp32. `how` may be null. A segment that
 // starts from the state behind the first 64 n tokens of another gives the bits of the two in one.
-int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, const MoembGatedDeltaStates* states, void* output);
+int moemb_cpu_gated_delta(const MoembGatedDelta* inputs, const MoembContinuation* how, void* output);
 int moemb_cpu_gated_delta_backward(const MoembGatedDelta* inputs, const void* grad_output, void* grad_query,
                                    void* grad_key, void* grad_value, float* grad_decay, float* grad_beta);
 

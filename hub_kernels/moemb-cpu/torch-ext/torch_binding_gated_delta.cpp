@@ -4,6 +4,7 @@
 namespace {
 
 using moemb::check;
+using moemb::OptionalTensor;
 using moemb::Tensor;
 
 MoembGatedDelta inputs_of(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
@@ -37,16 +38,23 @@ void gated_delta_rule(const Tensor& query, const Tensor& key, const Tensor& valu
   check(moemb_cpu_gated_delta(&inputs, nullptr, output.out()), "gated_delta_rule");
 }
 
-void gated_delta_rule_states(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
-                             const Tensor& beta, const Tensor& cu_seqlens, const Tensor& initial,
-                             const Tensor& state_of, const Tensor& output, const Tensor& final) {
-  const MoembGatedDelta inputs = inputs_of(query, key, value, decay, beta, cu_seqlens);
-  MoembGatedDeltaStates states = {};
-  states.initial = initial.data<float>();
-  states.count = initial.size(0);
-  states.state_of = state_of.data<int32_t>();
-  states.final = final.numel() == 0 ? nullptr : final.out<float>();  // empty: not wanted
-  check(moemb_cpu_gated_delta(&inputs, &states, output.out()), "gated_delta_rule_states");
+void gated_delta_rule_continued(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
+                                const Tensor& beta, const Tensor& cu_seqlens, const Tensor& initial,
+                                const Tensor& state_of, const OptionalTensor& rows, const OptionalTensor& silent,
+                                const Tensor& output, const OptionalTensor& final) {
+  MoembGatedDelta inputs = inputs_of(query, key, value, decay, beta, cu_seqlens);
+  MoembContinuation how = {};
+  how.initial = initial.data<float>();
+  how.count = initial.size(0);
+  how.state_of = state_of.data<int32_t>();
+  if (final.has_value()) how.final = final->out<float>();
+  if (rows.has_value()) {
+    how.rows = rows->data<int64_t>();
+    how.rows_in_all = inputs.tokens;
+    how.silent = silent->data<int32_t>();
+    inputs.tokens = rows->numel();
+  }
+  check(moemb_cpu_gated_delta(&inputs, &how, output.out()), "gated_delta_rule");
 }
 
 void gated_delta_rule_backward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
@@ -98,9 +106,10 @@ MOEMB_LIBRARY(gated_delta) {
       "Tensor(a!) out) -> ()");
   ops.cpu<gated_delta_rule>("gated_delta_rule");
   ops.def(
-      "gated_delta_rule_states(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, Tensor cu_seqlens, "
-      "Tensor initial_state, Tensor state_of, Tensor(a!) out, Tensor(b!) final_state) -> ()");
-  ops.cpu<gated_delta_rule_states>("gated_delta_rule_states");
+      "gated_delta_rule_continued(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
+      "Tensor cu_seqlens, Tensor initial_state, Tensor state_of, Tensor? rows, Tensor? silent, Tensor(a!) out, "
+      "Tensor(b!)? final_state) -> ()");
+  ops.cpu<gated_delta_rule_continued>("gated_delta_rule_continued");
   ops.def(
       "gated_delta_rule_backward(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, "
       "Tensor cu_seqlens, Tensor grad, Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, "

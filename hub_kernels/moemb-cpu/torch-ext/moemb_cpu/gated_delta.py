@@ -17,8 +17,8 @@ def _(query, key, value, decay, beta, cu_seqlens, out) -> None:
     return None
 
 
-@register_fake("gated_delta_rule_states")
-def _(query, key, value, decay, beta, cu_seqlens, initial_state, state_of, out, final_state) -> None:
+@register_fake("gated_delta_rule_continued")
+def _(query, key, value, decay, beta, cu_seqlens, initial_state, state_of, rows, silent, out, final_state) -> None:
     return None
 
 
@@ -62,6 +62,9 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     state_of: Tensor | None = None,
     return_final_state: bool = False,
+    rows: Tensor | None = None,
+    silent: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Gated delta rule inside each segment of a packing.
 
@@ -86,30 +89,38 @@ def gated_delta_rule(
         state_of (`torch.IntTensor` of shape `(segments,)`, *optional*): the state that each segment starts from, -1
             for 0.
         return_final_state (`bool`, defaults to `False`): also return the state behind each segment.
+        rows (`torch.LongTensor` of shape `(places,)`, *optional*): where the tokens of the segments are among those
+            of the inputs, and of the output; `cu_seqlens` then counts these places. Segments may have rows in common.
+        silent (`torch.IntTensor` of shape `(segments,)`, *optional*): leading tokens of each segment whose output is
+            not written; comes with `rows`. No row may be written by two segments.
+        out (`torch.Tensor` of shape `(tokens, value_heads, value_dim)`, *optional*): is written and returned; rows
+            that no segment writes keep what they hold.
 
     Returns:
         `torch.Tensor` of shape `(tokens, value_heads, value_dim)`, contiguous, dtype of `value`; differentiable in the
-        first five arguments, but not where states are given or returned. With `return_final_state` also the states,
-        fp32 of shape `(segments, value_heads, key_dim, value_dim)`.
+        first five arguments where none of the others but `cu_seqlens` is given. With `return_final_state` also the
+        states, fp32 of shape `(segments, value_heads, key_dim, value_dim)`.
 
     Raises:
-        ValueError: a shape, dtype or device that the kernel does not take, or a gradient together with states.
-        RuntimeError: `cu_seqlens` does not rise from 0 to `tokens`, or `state_of` names a state that does not exist.
+        ValueError: a shape, dtype or device that the kernel does not take, or a gradient that it does not give.
+        RuntimeError: `cu_seqlens` does not rise from 0 to `tokens`, `state_of` names a state or `rows` a row that does
+            not exist.
     """
     _check(query, key, value, decay, beta, cu_seqlens)
     query, key, value = (_readable(states) for states in (query, key, value))
     inputs = (query, key, value, decay.contiguous(), beta.contiguous(), cu_seqlens.contiguous())
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    if initial_state is not None or state_of is not None or return_final_state:
+    extras = (initial_state, state_of, rows, silent, out)
+    if return_final_state or any(tensor is not None for tensor in extras):
         if tracked:
-            raise ValueError("gated_delta_rule: there are no gradients where states are given or returned")
-        return _rule_with_states(*inputs, initial_state, state_of, return_final_state)
+            raise ValueError("gated_delta_rule: there are no gradients with states, rows or a given output")
+        return _continued(*inputs, *extras, return_final_state)
     if tracked:
         return _GatedDeltaRule.apply(*inputs)
     return _rule(*inputs)
 
 
-def _rule_with_states(
+def _continued(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -118,34 +129,50 @@ def _rule_with_states(
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     state_of: Tensor | None,
+    rows: Tensor | None,
+    silent: Tensor | None,
+    out: Tensor | None,
     return_final_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     segments, shape = cu_seqlens.shape[0] - 1, (value.shape[1], key.shape[2], value.shape[2])
-    if (initial_state is None) != (state_of is None):
-        raise ValueError("gated_delta_rule: initial_state and state_of come together")
+    for one, two, names in (
+        (initial_state, state_of, "initial_state and state_of"),
+        (rows, silent, "rows and silent"),
+    ):
+        if (one is None) != (two is None):
+            raise ValueError(f"gated_delta_rule: {names} come together")
     if initial_state is None:
         initial_state = torch.empty((0, *shape), dtype=torch.float32)
         state_of = torch.full((segments,), -1, dtype=torch.int32)
-    for name, tensor, dtype, wanted in (
-        ("initial_state", initial_state, torch.float32, (len(initial_state), *shape)),
-        ("state_of", state_of, torch.int32, (segments,)),
-    ):
-        if tensor.dtype != dtype or tensor.shape != wanted or tensor.device.type != "cpu":
-            raise ValueError(
-                f"gated_delta_rule: {name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, not "
-                f"{str(dtype).removeprefix('torch.')} of shape {wanted} on the CPU"
-            )
-    output = torch.empty(value.shape, dtype=value.dtype)
-    final = torch.empty((segments if return_final_state else 0, *shape), dtype=torch.float32)
-    states = (initial_state.contiguous(), state_of.contiguous())
-    ops.gated_delta_rule_states(query, key, value, decay, beta, cu_seqlens, *states, output, final)
-    return (output, final) if return_final_state else output
+    if out is None:
+        out = torch.empty(value.shape, dtype=value.dtype)
+    _check_given("initial_state", initial_state, torch.float32, (len(initial_state), *shape))
+    _check_given("state_of", state_of, torch.int32, (segments,))
+    _check_given("out", out, value.dtype, value.shape)
+    if rows is not None:
+        _check_given("rows", rows, torch.int64, (rows.numel(),))
+        _check_given("silent", silent, torch.int32, (segments,))
+    final = torch.empty((segments, *shape), dtype=torch.float32) if return_final_state else None
+    ops.gated_delta_rule_continued(
+        query, key, value, decay, beta, cu_seqlens, initial_state, state_of, rows, silent, out, final
+    )
+    return (out, final) if return_final_state else out
+
+
+def _check_given(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device.type == "cpu"
+    if not (fits and tensor.is_contiguous()):
+        raise ValueError(
+            f"gated_delta_rule: {name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, not "
+            f"contiguous {str(dtype).removeprefix('torch.')} of shape {tuple(shape)} on the CPU"
+        )
 
 
 def supports_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> bool:
     """Whether `gated_delta_rule` runs on these tensors without a copy; feature sizes are multiples of 8 up to 256.
 
-    `others` are `decay`, `beta`, `cu_seqlens` and, where there are states, `initial_state` and `state_of`.
+    `others` are `decay`, `beta`, `cu_seqlens` and, where segments continue others, `initial_state`, `state_of`, `rows`
+    and `silent`.
     """
     if not (query.dtype == key.dtype == value.dtype and value.dtype in DTYPES):
         return False
@@ -156,7 +183,7 @@ def supports_gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *others
             return False
     if query.shape != key.shape or key.shape[1] < 1 or value.shape[1] < 1 or value.shape[1] % key.shape[1]:
         return False
-    dtypes = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int32)
+    dtypes = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int32, torch.int64, torch.int32)
     return len(others) <= len(dtypes) and all(tensor.dtype == dtype for tensor, dtype in zip(others, dtypes))
 
 
