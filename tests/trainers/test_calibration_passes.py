@@ -73,7 +73,7 @@ def bypassed_vector(model, processor, item, block: int, kind: str) -> torch.Tens
 
 
 def test_distances_equal_whole_passes_of_one_item_at_a_time(model, processor, inputs_of):
-    items = calibration_items(7)
+    items = calibration_items(5)
     found = measure_blocks(inputs_of(items), by_modality=True)
     wanted = torch.zeros(len(BYPASSED), BLOCKS, dtype=torch.float64)
     present = [0] * len(BYPASSED)
