@@ -1,4 +1,4 @@
-"""`moemb bench`: measures kernels, encoding and training against named peers, correctness first."""
+"""`moemb bench`: kernels, encoding and training against named peers, correctness first; or the compute dial."""
 
 import argparse
 import json
@@ -9,19 +9,30 @@ from pathlib import Path
 from typing import Any
 
 
-HELP = "measure kernels, encoding or training against stock transformers in the same run"
+HELP = "measure kernels, encoding, training or the compute dial against named peers in the same run"
+ACCEPTS_OVERRIDES = True  # keys of the recipe, with --config alone
 
+DEFAULT_OUTPUT = "results/bench"
 SUITES = {"kernels": "benchmark_kernels", "encode": "benchmark_encode", "train": "benchmark_train"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the suite, the cases, the timing and the output."""
-    parser.add_argument("--suite", required=True, choices=SUITES, help="what to measure")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="only cases whose name is or starts with NAME (--list shows them)"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--suite", choices=SUITES, help="what to measure against transformers")
+    what.add_argument(
+        "--config", type=Path, metavar="FILE", help="measure compute policies: recipe, recipes/moemb-mini/bench.yaml"
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
-    parser.add_argument("--output", default="results/bench", metavar="DIR", help="folder of the results")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="only cases or policies whose name is or starts with NAME (--list shows them)",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the cases or policies and measure nothing"
+    )
+    parser.add_argument("--output", metavar="DIR", help=f"folder of the results (the recipe's, else {DEFAULT_OUTPUT})")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that all works, measures nothing")
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds that count (7; 2 with --quick)")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of all peers (as torch chooses)")
@@ -48,11 +59,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes `<output>/<suite>.json` and `.png`, prints a table. Status 1: a case failed or is wrong."""
+    """Measures, writes `<output>/<suite or recipe>.json` and `.png`, prints a table.
+
+    Status 1: a case failed or is wrong.
+    """
     import importlib
 
-    suite = importlib.import_module(f".{SUITES[args.suite]}", __package__)
-    names = _chosen(suite.case_names(args.quick), args.only)
+    config = None
+    if args.config is not None:
+        from .benchmark_dial_config import DialBenchConfig
+        from .recipe import load_recipe
+
+        (config,) = load_recipe(args.config, DialBenchConfig, overrides=args.overrides)
+        suite, every = None, list(config.policies)
+    else:
+        _refuse_overrides(args.overrides)
+        suite = importlib.import_module(f".{SUITES[args.suite]}", __package__)
+        every = suite.case_names(args.quick)
+    names = _chosen(every, args.only)
     if args.list:
         print("\n".join(names))
         return 0
@@ -65,11 +89,23 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     from .benchmark_report import figure
 
-    output = Path(args.output).expanduser()
+    output = Path(args.output or (config and config.output) or DEFAULT_OUTPUT).expanduser()
     output.mkdir(parents=True, exist_ok=True)
     if not args.no_plots:
         figure(1)  # says now, not after an hour, that plots are not possible
-    return _measure(args, suite, names, output)
+    if config is None:
+        return _measure(args, suite, names, output)
+    from .benchmark_dial import run_config
+
+    return run_config(config.chosen(names), args.config.stem, output, _protocol(args), args)
+
+
+def _refuse_overrides(words: list[str]) -> None:
+    """A suite has no recipe whose keys a flag could set."""
+    from .benchmark_report import BenchmarkError
+
+    if words:
+        raise BenchmarkError(f"unknown argument '{words[0]}'; keys of a recipe go with --config, see --help")
 
 
 def _chosen(names: list[str], only: list[str] | None) -> list[str]:
@@ -82,7 +118,7 @@ def _chosen(names: list[str], only: list[str] | None) -> list[str]:
     for word in only:
         if not any(name.startswith(word) for name in names):
             known = [*dict.fromkeys(name.split("-")[0] for name in names), *names]
-            raise BenchmarkError(f"no case is named or starts with '{word}'{nearest(word, known)}; see --list")
+            raise BenchmarkError(f"nothing is named or starts with '{word}'{nearest(word, known)}; see --list")
     # a full name means that case alone, though longer names may begin with it
     return [name for name in names if name in only or any(name.startswith(w) for w in only if w not in names)]
 

@@ -232,9 +232,10 @@ def _conversion(tokens: int, wanted: float | None) -> Callable[[Context], dict[s
     return run
 
 
-def _trim() -> None:
-    """Gives freed memory back to the system, so that the next peak is the next run's own."""
-    gc.collect()
+def trim_memory(collect: bool = True) -> None:
+    """Gives freed memory back to the system, so that the next peak is the next run's own; `collect`: cycles, too."""
+    if collect:
+        gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -262,7 +263,7 @@ def _long(context: Context) -> dict[str, Any]:
         name = _first(_ours(pair.ours, items))
         run = _ours(pair.ours, items, budget=None)[name]
         run()
-        _trim()
+        trim_memory()
         before = resident_bytes()
         with peak_memory() as peak:
             run()

@@ -195,7 +195,7 @@ class CachedEncoder:
         keys = [item_key(item) for item in items]
         missing = {key: index for index, key in enumerate(keys) if key not in store.vectors}
         # Texts of like length in one batch, and one modality after the other, waste no compute on padding.
-        order = sorted(missing, key=lambda key: _batch_order(items[missing[key]]))
+        order = sorted(missing, key=lambda key: batch_order(items[missing[key]]))
         bar = tqdm(
             total=len(order), desc=label or side, unit="item", disable=not self.progress or not order, leave=False
         )
@@ -233,7 +233,8 @@ def describe_item(item: Item) -> str:
     return " + ".join(parts)
 
 
-def _batch_order(item: Item) -> tuple:
+def batch_order(item: Item) -> tuple:
+    """A sort key that puts items into batches together that waste little on each other: same kinds, like sizes."""
     kinds = tuple(sorted(item))
     pixels = sum(value.size for value in item.values() if isinstance(value, np.ndarray))
     return kinds, pixels, len(str(item.get("text", "")))

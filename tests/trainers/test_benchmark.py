@@ -253,7 +253,7 @@ def test_a_wrong_kernel_is_named_and_fails_the_run(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--suite", "kernels", "--only", "swiglo"], "no case is named or starts with 'swiglo'; did you mean 'swiglu"),
+        (["--suite", "kernels", "--only", "swiglo"], "nothing is named or starts with 'swiglo'; did you mean 'swiglu"),
         (["--suite", "kernels", "--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--suite", "kernels", "--wait-quiet", "nan"], "--wait-quiet must be at least 0, got nan"),
         (["--suite", "kernels", "--clock", "cpu"], "add --threads 1"),
