@@ -58,6 +58,7 @@ class KernelRow:
     why: str
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _lock = threading.RLock()
 _settings: KernelSettings | None = None  # None: as the environment says
 _resolved: KernelSettings | None = None  # those that the two tables belong to
@@ -86,7 +87,9 @@ def kernel(op: str, *tensors: Tensor) -> Callable | None:
         candidates = _choose(op, device)
     for function, supports in candidates:
         if supports(op, *tensors):
-            return function
+            # a quantised or distributed weight poses as a plain tensor; only torch's own operations know what it holds
+            plain = all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
+            return function if plain else None
     return None
 
 

@@ -107,6 +107,17 @@ def test_the_kernel_is_asked_for_every_call(tmp_path, tensor):
     assert kernel("swiglu", tensor) is None and mark_of() == "asked"
 
 
+class Quantised(torch.Tensor):
+    """Says it is fp32, as quantised and distributed weights do, and holds something else."""
+
+
+def test_tensors_that_hold_something_else_take_the_torch_path(tmp_path):
+    make_kernel(tmp_path / "staged" / "moemb-cpu", "plain")
+    assert kernel("swiglu", X, torch.nn.Parameter(X)) is not None and kernel("swiglu", X, None) is not None
+    assert kernel("swiglu", X, X.as_subclass(Quantised)) is None
+    assert kernel("swiglu", X, torch.nn.Parameter(X.as_subclass(Quantised))) is None
+
+
 @pytest.mark.parametrize("form", ["repository", "build folder", "variant"])
 def test_a_path_goes_before_the_staged_build(tmp_path, form):
     make_kernel(tmp_path / "staged" / "moemb-cpu", f"behind-{form}")
