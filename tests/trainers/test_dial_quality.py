@@ -135,6 +135,22 @@ def test_preprocessing_is_done_once_for_all_policies(quality, monkeypatch):
     assert not made
 
 
+def test_the_vision_tower_sees_each_batch_once(quality):
+    seen = []
+    tower = quality.model.visual.patch_embed
+    hook = tower.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    quality.run([BASE, FEWER, DROPPED])
+    with_media = sum(
+        any(kind in item for item in batch.items) for batch in quality.batches for kind in ("image", "video")
+    )
+    assert len(seen) == with_media > 1
+    features = quality.features(next(batch for batch in quality.batches if "image" in batch.items[0]))
+    quality.model(**features, pooled_only=True)
+    quality.model(**features, pooled_only=True)
+    hook.remove()
+    assert len(seen) == with_media + 2, "what is remembered must be forgotten after the run"
+
+
 def test_a_vector_that_is_not_finite_names_policy_and_item(quality, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "normalize", lambda vectors, dim: vectors * float("nan"))
     with pytest.raises(EncodingError, match="policy 'top-1': the vector of .* is not finite"):
