@@ -24,7 +24,8 @@ def test_a_new_model_is_initialised_like_stock(tiny_settings):
     model = MoEMBModel(MoEMBConfig(**tiny_settings, emb_token_id=EMB_ID)).state_dict()
     for name, tensor in stock.items():
         if tensor.numel() > 100:
-            assert abs(model[name].std() - tensor.std()) <= 0.1 * tensor.std(), name
+            # the spread of two samples' deviations is 1 / sqrt(count) of it
+            assert abs(model[name].std() - tensor.std()) <= 5 * tensor.numel() ** -0.5 * tensor.std(), name
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
