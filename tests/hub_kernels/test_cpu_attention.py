@@ -136,6 +136,18 @@ def test_large_scores(moemb_cpu, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("power", [15, 50])
+def test_scores_beyond_the_digits_of_exp(moemb_cpu, dtype, power):
+    """A last place of the largest score is more than the whole range of exp; the largest key takes all."""
+    (query, key, value), cu_seqlens = packed([100], 2, 1, 32, dtype)
+    query, key = query * 2.0**power, key * 2.0**power
+    output = moemb_cpu.varlen_attention(query, key, value, cu_seqlens, 0.25, False)
+    scores = torch.einsum("qhd,kd->hqk", query.double(), key[:, 0].double())
+    expected = value[:, 0][scores.argmax(-1)].transpose(0, 1)
+    torch.testing.assert_close(output, expected.to(dtype), atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaling", [-0.3, 0.0])
 def test_scaling_that_is_not_positive(moemb_cpu, dtype, scaling):
     lengths = [33, 150]

@@ -192,6 +192,12 @@ struct Step {
   float scale;
 };
 
+// The rounded product. A plain one may be fused with the subtraction that follows, and then the largest score differs
+// from the rounded peak by up to half a last place: beyond 2^31 that is more than the whole range of exp2.
+Vec scaled(Vec score, Vec scale) {
+  return _mm512_mul_round_ps(score, scale, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
 // Online softmax of 16 lanes; returns whether earlier sums must be rescaled.
 bool softmax_lanes(const Work& work, const Step& step, int64_t lane, float* largest, float* total) {
   float* const scores = work.scores + lane;
@@ -205,10 +211,11 @@ bool softmax_lanes(const Work& work, const Step& step, int64_t lane, float* larg
     }
     peak = _mm512_max_ps(score, peak);
   }
-  const Vec now = _mm512_max_ps(mul(peak, scale), before), offset = sub(zeros(), now);
+  const Vec now = _mm512_max_ps(scaled(peak, scale), before);
   const auto probability = [&](int64_t key) {
     if (key >= step.visible) return zeros();
-    const Vec score = load(scores + key * kLaneBlock), value = coarse_exp2(fma(score, scale, offset));
+    const Vec score = load(scores + key * kLaneBlock);
+    const Vec value = coarse_exp2(sub(scaled(score, scale), now));
     if (step.positions == nullptr) return value;
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(score, splat(-__builtin_inff()), _CMP_NEQ_UQ), value);
   };
