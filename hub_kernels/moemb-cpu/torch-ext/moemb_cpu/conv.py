@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from ._ops import ops
 from .gated_delta import DTYPES, check_cu_seqlens
+from .gradients import tracks
 from .registration import register_fake
 
 
@@ -69,7 +70,7 @@ def causal_conv(hidden_states: Tensor, weight: Tensor, cu_seqlens: Tensor, activ
     if hidden_states.stride(-1) != 1:
         hidden_states = hidden_states.contiguous()
     weight, cu_seqlens, silu = weight.contiguous(), cu_seqlens.contiguous(), activation == "silu"
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad):
+    if tracks(hidden_states, weight):
         return _CausalConv.apply(hidden_states, weight, cu_seqlens, silu)
     return _conv(hidden_states, weight, cu_seqlens, silu)
 

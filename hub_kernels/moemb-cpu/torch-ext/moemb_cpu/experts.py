@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ops import ops
+from .gradients import tracks
 from .registration import register_fake
 
 
@@ -166,7 +167,7 @@ def experts(
         gate_up_proj.contiguous(),
         down_proj.contiguous(),
     )
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments):
+    if tracks(*arguments):
         return _Experts.apply(*arguments)
     output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
     ops.experts(*arguments, output, None)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ops import ops
+from .gradients import tracks
 from .registration import register_fake
 
 
@@ -109,7 +110,7 @@ def gated_delta_rule(
     _check(query, key, value, decay, beta, cu_seqlens)
     query, key, value = (_readable(states) for states in (query, key, value))
     inputs = (query, key, value, decay.contiguous(), beta.contiguous(), cu_seqlens.contiguous())
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    tracked = tracks(*inputs)
     extras = (initial_state, state_of, rows, silent, out)
     if return_final_state or any(tensor is not None for tensor in extras):
         if tracked:

@@ -6,6 +6,7 @@ from torch.autograd.function import once_differentiable
 
 from ._ops import ops
 from .experts import padded
+from .gradients import tracks
 from .registration import register_fake
 
 
@@ -90,8 +91,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             )
     rows, weight = _matrix(input), weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    tracked = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    run = _Linear.apply if tracked and torch.is_grad_enabled() else _linear
+    run = _Linear.apply if tracks(rows, weight, bias) else _linear
     return run(rows, weight, bias).view(*input.shape[:-1], weight.shape[0])
 
 

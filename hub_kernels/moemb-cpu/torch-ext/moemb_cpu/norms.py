@@ -5,8 +5,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ops import ops
+from .gradients import tracks
 from .registration import register_fake
-from .row_checks import NOTHING, are_rows, check_dtype, check_rows, check_weight, is_row_weight, readable, tracks
+from .row_checks import NOTHING, are_rows, check_dtype, check_rows, check_weight, is_row_weight, readable
 
 
 @register_fake("rms_norm")

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._ops import ops
+from .gradients import tracks
 from .registration import register_fake
-from .row_checks import tracks
 
 
 MAX_EXPERTS = 4096

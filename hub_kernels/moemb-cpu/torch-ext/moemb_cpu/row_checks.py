@@ -68,8 +68,3 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
     """
     if dtype not in FLOATS:
         raise ValueError(f"{op}: `dtype` must be torch.float32 or torch.bfloat16, got {dtype}")
-
-
-def tracks(*tensors: Tensor) -> bool:
-    """Whether a gradient may be asked for."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
