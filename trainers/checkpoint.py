@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from modeling_moemb import kernels_report
+
 from .errors import MoEMBError
 
 
@@ -78,7 +80,7 @@ def publish(run: str | Path, target: str | Path, name: str = "best") -> Path:
 
 
 def record_command(run: str | Path, words: Sequence[str]) -> None:
-    """Appends a command line, the time and the package versions to the run's `commands.jsonl`.
+    """Appends a command line, the time, the package versions and the kernels at work to the run's `commands.jsonl`.
 
     Args:
         run (`str` or `Path`): The run's `output_dir`.
@@ -89,6 +91,7 @@ def record_command(run: str | Path, words: Sequence[str]) -> None:
         "command": shlex.join(words).replace(str(Path.home()), "~"),
         "versions": {package: version(package) for package in _PACKAGES},
         "threads": os.environ.get("OMP_NUM_THREADS"),
+        "kernels": {f"{row.op} on {row.device}": row.source for row in kernels_report() if row.source != "torch"},
     }
     folder = Path(run)
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from modeling_moemb import kernels_report
 from moemb.trainers import train
 from moemb.trainers.cli import main
 from moemb.trainers.contrastive_config import ContrastiveConfig
@@ -35,6 +36,9 @@ def test_both_recipes_train_one_after_the_other(tmp_path, fake_corpus, monkeypat
     assert main(["train", "--config", pretrain, "--max_steps", "2"]) == 0
     assert main(["train", "--config", contrastive, "--max_steps", "2"]) == 0
     assert (tmp_path / "c" / "final" / "model.safetensors").is_file()
+    (line,) = (tmp_path / "c" / "commands.jsonl").read_text().splitlines()
+    at_work = {f"{row.op} on {row.device}": row.source for row in kernels_report() if row.source != "torch"}
+    assert json.loads(line)["kernels"] == at_work
     # the same command again, with more steps, goes on
     assert main(["train", "--config", contrastive, "--max_steps", "4"]) == 0
     assert (tmp_path / "c" / "checkpoint-4" / "complete.json").is_file()
