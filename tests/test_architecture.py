@@ -116,3 +116,14 @@ def test_the_command_starts_without_the_heavy_libraries():
         "heavy = {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_results_name_no_folder_of_the_machine_they_were_made_on():
+    records = [path for path in (ROOT / "recipes").rglob("*.json*") if path.is_file()]
+    assert len(records) > 5
+    found = [
+        (path.name, match)
+        for path in records
+        for match in re.findall(r"(?<![\w.~/])/(?:home|root|work|tmp|Users)/\S*", path.read_text())
+    ]
+    assert found == []

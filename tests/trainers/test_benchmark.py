@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moemb.trainers import benchmark, benchmark_encode, benchmark_kernels, benchmark_train, cli
+from modeling_moemb.kernels_moemb import KernelRow
+from moemb.trainers import (
+    benchmark,
+    benchmark_encode,
+    benchmark_kernel_switch,
+    benchmark_kernels,
+    benchmark_train,
+    cli,
+)
 from moemb.trainers import benchmark_report as report
 from moemb.trainers.benchmark_models import build_pair, image_item, text_item
 from moemb.trainers.benchmark_peers import (
@@ -340,3 +348,10 @@ def test_a_missing_gradient_is_found():
     assert benchmark_train.gradient_difference(expected, expected) == 0
     assert benchmark_train.gradient_difference({**expected, "b": None}, expected) == float("inf")
     assert benchmark_train.gradient_difference({"a": torch.ones(2)}, expected) == float("inf")
+
+
+def test_a_record_of_the_kernels_names_no_folder_of_this_machine(monkeypatch):
+    row = KernelRow("linear", "cpu", (), "moemb-cpu", f"staged in this environment: {sys.prefix}/share/moemb/kernels")
+    monkeypatch.setattr(benchmark_kernel_switch, "kernels_report", lambda: [row])
+    (found,) = benchmark_kernel_switch.active_kernels()
+    assert found["why"] == "staged in this environment: ENVIRONMENT/share/moemb/kernels"
