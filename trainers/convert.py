@@ -32,7 +32,7 @@ from .convert_safetensors import (
     whole,
     write_shard,
 )
-from .convert_work import WorkFolder
+from .convert_work import WorkFolder, recipe_of
 
 
 HELP = "turn a stock Qwen3.5-MoE checkpoint into a MoEMB model repository"
@@ -132,11 +132,7 @@ def convert_checkpoint(
     )
     config = build_config(settings, emb_token_id, _vocabulary_size(planned), plain)
     shards = split_into_shards(planned, max_shard_bytes)
-    recipe = {
-        "files": sorted({(str(t.file), t.file.stat().st_size, t.file.stat().st_mtime_ns) for t in stored.values()}),
-        "options": [plain, emb_seed, emb_token_id, max_shard_bytes],
-        "shards": {name: [[t.key, t.num_bytes] for t in group] for name, group in shards.items()},
-    }
+    recipe = recipe_of(stored, shards, options=[plain, emb_seed, emb_token_id, max_shard_bytes])
     with WorkFolder(target, recipe) as work:
         if work.finished:
             work.forget()
@@ -326,10 +322,10 @@ def write_weights(work: WorkFolder, shards: dict[str, list[PlannedTensor]]) -> N
     if free < needed:
         raise ConversionError(
             f"{needed / 1e9:.1f} GB are needed at {work.target.parent}, {free / 1e9:.1f} GB are free; make room or "
-            "choose another --to"
+            f"choose another {work.option}"
         )
     total, done = sum(sizes.values()), sum(sizes[name] for name in present)
-    with tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="Converting weights") as bar:
+    with tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=f"{work.doing.capitalize()} weights") as bar:
         for name, group in shards.items():
             if name not in present:
                 write_shard(work.folder / name, group, bar.update)

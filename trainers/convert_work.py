@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .convert_safetensors import ConversionError
+from .convert_safetensors import ConversionError, PlannedTensor, StoredTensor
 
 
 try:
@@ -19,20 +20,33 @@ except ImportError:  # Windows: two conversions to one target at the same time a
     fcntl = None
 
 
+def recipe_of(stored: Mapping[str, StoredTensor], shards: Mapping[str, Sequence[PlannedTensor]], **options) -> dict:
+    """What determines a checkpoint written from `stored` as `shards` under the caller's `options`."""
+    return {
+        "files": sorted({(str(t.file), t.file.stat().st_size, t.file.stat().st_mtime_ns) for t in stored.values()}),
+        "shards": {name: [[t.key, t.num_bytes] for t in group] for name, group in shards.items()},
+        **options,
+    }
+
+
 class WorkFolder:
     """A resumable, locked, atomic work folder for one target.
 
     Args:
         target (`Path`): the folder that will appear when everything is written.
         recipe (`dict`): what determines the result, JSON-serialisable. A leftover of another recipe is thrown away.
+        option (`str`, *optional*, defaults to `"--to"`): how the user names the target, for messages.
+        doing (`str`, *optional*, defaults to `"converting"`): what is done to it, for messages and the progress bar.
 
     Raises:
         ConversionError: on entering, when the target exists, is a link or lies under a file, or another process
             converts to it.
     """
 
-    def __init__(self, target: Path, recipe: dict):
+    def __init__(self, target: Path, recipe: dict, option: str = "--to", doing: str = "converting"):
         self.target = target
+        self.option = option
+        self.doing = doing
         self.folder = target.parent / f".{target.name}.converting"
         self._journal_path = target.parent / f".{target.name}.converting.json"
         self._fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -47,20 +61,24 @@ class WorkFolder:
 
     def __enter__(self) -> "WorkFolder":
         if self.target.is_symlink():  # a dangling one does not "exist", and no folder can be renamed onto a link
-            raise ConversionError(f"target {self.target} is a symbolic link; remove it or choose another --to")
+            raise ConversionError(
+                f"target {self.target} is a symbolic link; remove it or choose another {self.option}"
+            )
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise ConversionError(f"target {self.target} lies under a file; choose another --to") from None
+            raise ConversionError(f"target {self.target} lies under a file; choose another {self.option}") from None
         if self.target.exists() and not self.finished and not _is_empty_folder(self.target):
-            raise ConversionError(f"target {self.target} exists already; remove it or choose another --to")
+            raise ConversionError(f"target {self.target} exists already; remove it or choose another {self.option}")
         self._journal = open(self._journal_path, "a+", encoding="utf-8")
         if fcntl is not None:
             try:
                 fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._journal.close()
-                raise ConversionError(f"another process is converting to {self.target}; wait for it to end") from None
+                raise ConversionError(
+                    f"another process is {self.doing} to {self.target}; wait for it to end"
+                ) from None
         if not self._journal_matches():
             shutil.rmtree(self.folder, ignore_errors=True)
             content = json.dumps({"fingerprint": self._fingerprint, "recipe": self._recipe}, indent=1)

@@ -30,7 +30,7 @@ from .convert_safetensors import (
     rows,
     whole,
 )
-from .convert_work import WorkFolder
+from .convert_work import WorkFolder, recipe_of
 from .errors import MoEMBError
 from .model_card import UNTRAINED_EMB, card_text, human, license_of
 from .saliency import check_keep
@@ -119,14 +119,8 @@ def write_pruned_repository(
         config = pruned_config(settings, keep.shape[1])
         check_against_model(planned, expected_shapes(config))
         shards = split_into_shards(planned, max_shard_bytes)
-        recipe = {
-            "files": sorted(
-                {(str(t.file), t.file.stat().st_size, t.file.stat().st_mtime_ns) for t in stored.values()}
-            ),
-            "keep": keep.tolist(),
-            "shards": {name: [[t.key, t.num_bytes] for t in group] for name, group in shards.items()},
-        }
-        with WorkFolder(target, recipe) as work:
+        recipe = recipe_of(stored, shards, keep=keep.tolist())
+        with WorkFolder(target, recipe, option="output", doing="writing") as work:
             if work.finished:
                 work.forget()
                 return target
@@ -139,11 +133,11 @@ def write_pruned_repository(
 
 @contextmanager
 def _as_pruning_errors() -> Iterator[None]:
-    """The machinery is the converter's, and names its flag where the setting here is `output`."""
+    """The machinery is the converter's, and so are its errors."""
     try:
         yield
     except ConversionError as error:
-        raise PruningError(str(error).replace("--to", "output").replace("converting", "writing")) from error
+        raise PruningError(str(error)) from error
 
 
 def plan_pruned(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any], keep: Tensor) -> list[PlannedTensor]:

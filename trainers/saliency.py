@@ -34,6 +34,7 @@ from tqdm.auto import tqdm
 
 from modeling_moemb.routing_moemb import route
 
+from .calibration_data import CalibrationItem, batches_of_one_side
 from .convert_safetensors import BLOCK_BYTES, read_checkpoint
 from .errors import MoEMBError, nearest
 
@@ -259,7 +260,7 @@ def token_groups(mm_token_type_ids: Tensor, attention_mask: Tensor) -> Tensor:
 def measure(
     model: Any,
     processor: Any,
-    items: Sequence[Any],
+    items: Sequence[CalibrationItem],
     identity: Mapping[str, str],
     path: Path,
     batch_size: int = 32,
@@ -297,7 +298,7 @@ def measure(
     saved = time.monotonic()
     bar = tqdm(total=len(items), initial=statistics.items, desc="Measuring experts", unit="item", disable=not progress)
     with bar, observed(model, statistics) as announce:
-        for batch in _batches(items, batch_size, statistics.items):
+        for batch in batches_of_one_side(items, batch_size, statistics.items):
             instruction = processor.embedding["prompts"].get(batch[0].side) or ""
             features = processor([item.value for item in batch], instruction=instruction)
             announce(token_groups(features["mm_token_type_ids"], features["attention_mask"]))
@@ -309,18 +310,6 @@ def measure(
                 saved = time.monotonic()
     save_statistics(statistics, path)
     return statistics
-
-
-def _batches(items: Sequence[Any], batch_size: int, done: int) -> Iterator[list[Any]]:
-    """Batches of one side each (a call of the processor has one prompt), from the item after the `done` first."""
-    start = 0
-    while start < len(items):
-        stop = start + 1
-        while stop < min(len(items), start + batch_size) and items[stop].side == items[start].side:
-            stop += 1
-        if start >= done:
-            yield list(items[start:stop])
-        start = stop
 
 
 def check_identity(statistics: ExpertStatistics, wanted: Mapping[str, str], path: Path) -> None:

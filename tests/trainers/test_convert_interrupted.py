@@ -2,62 +2,30 @@
 
 import fcntl
 import os
-import signal
 
 import pytest
 import torch
 from transformers import AutoModel
 
-from moemb.trainers import convert_safetensors, convert_work, repository
+from moemb.trainers import convert_safetensors, repository
 from moemb.trainers.convert import convert_checkpoint
 from moemb.trainers.convert_safetensors import ConversionError, read_checkpoint
 
+from .killed import die, run_killed
 from .stock_checkpoint import save_stock_checkpoint, stock_config
 
 
 SHARD_BYTES = 300_000
 
 
-def die(*_, **__):
-    """SIGKILL: no handler and no cleanup runs."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def arrange_death(point: str) -> None:
-    """Change the modules of this process so that it dies at `point`: after so many bytes, or around a step."""
-    if point.isdigit():
-        convert_safetensors.BLOCK_BYTES = 4096
-        real, written = convert_safetensors._copy, []
-
-        def copy_then_die(segment, out, on_bytes):
-            real(segment, out, on_bytes)
-            written.append(segment.num_bytes)
-            if sum(written) > int(point):
-                out.flush()
-                die()
-
-        convert_safetensors._copy = copy_then_die
-    elif point == "files":
-        write = repository.write_repository_files
-        repository.write_repository_files = lambda folder, **kwargs: (write(folder, **kwargs), die())
-    elif point == "before the rename":
-        convert_work.os.rename = die
-    elif point == "after the rename":
-        rename = os.rename
-        convert_work.os.rename = lambda *paths: (rename(*paths), die())
+def die_among_files() -> None:
+    write = repository.write_repository_files
+    repository.write_repository_files = lambda folder, **kwargs: (write(folder, **kwargs), die())
 
 
 def kill_at(point: str, source, target) -> None:
     """Convert in a forked child that dies at `point`."""
-    child = os.fork()
-    if child == 0:
-        try:
-            arrange_death(point)
-            convert_checkpoint(source, target, max_shard_bytes=SHARD_BYTES)
-        finally:
-            os._exit(1)  # it outlived its death, or failed: never let the child return into pytest
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"the child ended with status {status}"
+    run_killed(point, lambda: convert_checkpoint(source, target, max_shard_bytes=SHARD_BYTES), die_among_files)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tracemalloc
@@ -16,13 +15,14 @@ from transformers import AutoModel
 
 from modeling_moemb import MoEMBModel
 from modeling_moemb.processing_moemb import MoEMBProcessor
-from moemb.trainers import cli, convert_safetensors, convert_work, prune_experts_repository
+from moemb.trainers import cli, convert_safetensors, prune_experts_repository
 from moemb.trainers.convert_safetensors import read_checkpoint
 from moemb.trainers.model_card import UNTRAINED_EMB
 from moemb.trainers.prune_experts_repository import PruningError, plan_pruned, write_pruned_repository
 from moemb.trainers.prune_experts_sweep import masked_experts
 from tests.processors import lean_processor
 
+from .killed import die, run_killed
 from .pruning_repository import (
     BLOCKS,
     EXPERTS,
@@ -182,43 +182,15 @@ def test_a_bare_checkpoint_becomes_a_repository(tmp_path, tiny_settings):
     assert model.config.text_config.num_experts == 4
 
 
-def die(*_, **__):
-    """SIGKILL: no handler and no cleanup runs."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def arrange_death(point: str) -> None:
-    """Change the modules of this process so that it dies at `point`."""
-    if point.isdigit():
-        real, written = convert_safetensors._copy, []
-
-        def copy_then_die(segment, out, on_bytes):
-            real(segment, out, on_bytes)
-            written.append(segment.num_bytes)
-            if sum(written) > int(point):
-                out.flush()
-                die()
-
-        convert_safetensors._copy = copy_then_die
-    elif point == "files":
-        prune_experts_repository._card = die
-    else:
-        rename = os.rename
-        convert_work.os.rename = die if point == "before the rename" else lambda *p: (rename(*p), die())
+def kill_at(point: str, call) -> None:
+    """Prune in a forked child that dies at `point`."""
+    run_killed(point, call, lambda: setattr(prune_experts_repository, "_card", die))
 
 
 @pytest.mark.parametrize("point", ["1000", "450000", "files", "before the rename", "after the rename"])
 def test_a_killed_run_shows_no_half_repository_and_a_rerun_finishes(source, tmp_path, point):
     target, kept = tmp_path / "small", some_experts(5)
-    child = os.fork()
-    if child == 0:
-        try:
-            arrange_death(point)
-            write_pruned_repository(source, target, kept, RECORD, max_shard_bytes=SHARD_BYTES)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    kill_at(point, lambda: write_pruned_repository(source, target, kept, RECORD, max_shard_bytes=SHARD_BYTES))
     assert target.exists() == (point == "after the rename")
     work = tmp_path / ".small.converting"
     complete = {p.name: p.stat().st_mtime_ns for p in work.glob("*.safetensors")} if work.exists() else {}
@@ -235,14 +207,7 @@ def test_a_killed_run_shows_no_half_repository_and_a_rerun_finishes(source, tmp_
 
 def test_leftovers_of_other_experts_are_not_reused(source, tmp_path):
     target = tmp_path / "small"
-    child = os.fork()
-    if child == 0:
-        try:
-            arrange_death("files")
-            write_pruned_repository(source, target, some_experts(5), RECORD)
-        finally:
-            os._exit(1)
-    os.waitpid(child, 0)
+    kill_at("files", lambda: write_pruned_repository(source, target, some_experts(5), RECORD))
     assert (tmp_path / ".small.converting" / "model.safetensors").exists()
     kept = some_experts(5, seed=1)
     write_pruned_repository(source, target, kept, RECORD)
