@@ -74,7 +74,7 @@ class MoEMBDecoderLayer(GradientCheckpointingLayer):
         """
         normed = self.input_layernorm(hidden_states)
         if self.block_type == "linear_attention":
-            mixed, beta = self.linear_attn(normed, packed, layout)
+            mixed, beta = self.linear_attn(normed, layout)
             if dial is not None:
                 dial.beta = beta
             if output_rows is not None:

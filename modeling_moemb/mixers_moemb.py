@@ -22,7 +22,6 @@ from .delta_rule_moemb import continued_delta_rule, delta_rule
 from .elementwise_moemb import MoEMBRMSNorm, MoEMBRMSNormGated, rotate, sigmoid, softplus
 from .kernels_moemb import kernel
 from .layout_moemb import PackedLayout
-from .packing_moemb import PackedTokens
 from .prefix_layout_moemb import SharedLayout
 
 
@@ -192,9 +191,9 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         self.conv_activation = ACT2FN[self.activation]
 
     @force_accelerate_hooks("conv1d")  # its weight is read here, its forward never runs
-    def forward(self, hidden_states: Tensor, packed: PackedTokens, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Mix `(tokens, hidden)` rows; also returns beta, `(tokens, value_heads)` fp32."""
-        mixed = self._convolve(self.in_proj_qkv(hidden_states), packed.cu_seqlens, layout)
+        mixed = self._convolve(self.in_proj_qkv(hidden_states), layout)
         beta = sigmoid(self.in_proj_b(hidden_states).float())
         decay = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden_states).float() + self.dt_bias.float())
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -212,8 +211,8 @@ class MoEMBGatedDeltaNet(Qwen3_5MoeGatedDeltaNet):
         dims = ((query, self.head_k_dim), (key, self.head_k_dim), (value, self.head_v_dim))
         return [states.unflatten(-1, (-1, dim)) for states, dim in dims]
 
-    def _convolve(self, hidden_states: Tensor, cu_seqlens: Tensor, layout: PackedLayout) -> Tensor:
-        mixed = self._activated_conv(hidden_states, cu_seqlens)
+    def _convolve(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
+        mixed = self._activated_conv(hidden_states, layout.cu_seqlens)
         if layout.shared is None:
             return mixed
         seams = layout.shared.seams(self.conv_kernel_size)

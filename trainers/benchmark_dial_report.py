@@ -10,6 +10,7 @@ from . import benchmark_report as report
 from .benchmark_dial_timing import SCOPES
 from .dial_policies import BASELINE, LOOP, MASKING, REMOVAL
 from .evaluation_metrics import METRICS
+from .prune_experts_sweep import interval_text, points_text
 
 
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
@@ -26,16 +27,6 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 def _scopes(values: Mapping[str, float | None], digits: int = 1) -> str:
     return " / ".join(_percent(values[scope], digits) or "-" for scope in SCOPES)
-
-
-def _interval(entry: Mapping[str, Any]) -> str:
-    low, high = entry["interval"]
-    return f"{_percent(entry['value'])} ({_percent(low)}–{_percent(high)})"
-
-
-def _points(entry: Mapping[str, Any]) -> str:
-    low, high = entry["interval"]
-    return f"{100 * entry['value']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def _timed(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -55,7 +46,7 @@ def console_rows(result: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
             {
                 "policy": name,
                 **{metric: _percent(found["mean"][metric]["value"]) for metric in METRICS},
-                f"change of {metric}": "" if name == BASELINE else _points(found["change"][metric]),
+                f"change of {metric}": "" if name == BASELINE else points_text(found["change"][metric]),
                 "FLOPs removed": "" if name == BASELINE else _scopes(result["work"][name]["flops_removed"]),
             }
             for name, found in result["quality"]["policies"].items()
@@ -124,8 +115,8 @@ def _quality_part(result: Mapping[str, Any]) -> list[str]:
     for name, found in quality["policies"].items():
         work = result["work"][name]
         rows.append({
-            "policy": name, **{each: _interval(found["mean"][each]) for each in METRICS},
-            f"change of {metric}": "" if name == BASELINE else _points(found["change"][metric]),
+            "policy": name, **{each: interval_text(found["mean"][each]) for each in METRICS},
+            f"change of {metric}": "" if name == BASELINE else points_text(found["change"][metric]),
             "FLOPs removed": "" if name == BASELINE else _scopes(work["flops_removed"]),
             "pairs removed": "" if name == BASELINE else _percent(work["pairs_removed"]),
         })  # fmt: skip
@@ -146,7 +137,7 @@ def _quality_part(result: Mapping[str, Any]) -> list[str]:
         "",
     ]
     by_task = [
-        {"policy": name} | {task: _interval(entry[metric]) for task, entry in found["tasks"].items()}
+        {"policy": name} | {task: interval_text(entry[metric]) for task, entry in found["tasks"].items()}
         for name, found in quality["policies"].items()
     ]
     by_task.append({"policy": "chance"} | {t["name"]: _percent(t["chance"][metric]) for t in quality["tasks"]})
@@ -157,7 +148,7 @@ def _choice_part(choice: Mapping[str, Any]) -> list[str]:
     rows = [
         {
             "candidate": f"**{row['name']}**" if row["name"] == choice["chosen"] else row["name"],
-            f"change of {choice['metric']}": _points(row["change"]),
+            f"change of {choice['metric']}": points_text(row["change"]),
             "FLOPs removed": _scopes(row["flops_removed"]),
         }
         for row in choice["candidates"]

@@ -299,7 +299,9 @@ def sweep_markdown(report: Mapping[str, Any]) -> str:
     ]
     for point in report["points"]:
         means = " | ".join(f"{100 * point['mean'][metric]:.1f}" for metric in METRICS)
-        changes = " | ".join(_points(point["change"][metric]) if point["saliency"] else "" for metric in METRICS[1:])
+        changes = " | ".join(
+            points_text(point["change"][metric]) if point["saliency"] else "" for metric in METRICS[1:]
+        )
         lines.append(f"| {point['experts']} | {point['saliency'] or 'all'} | {means} | {changes} |")
     chance = {m: np.mean([task["chance"][m] for task in report["tasks"]]) for m in METRICS}
     lines += [f"| | chance | {' | '.join(f'{100 * chance[metric]:.1f}' for metric in METRICS)} | | |"]
@@ -307,16 +309,18 @@ def sweep_markdown(report: Mapping[str, Any]) -> str:
         lines += ["", f"**{task['name']}**: {task['queries']} queries x {task['documents']} documents", ""]
         lines += ["| experts per block | chosen by | R@1 | R@10 | MRR |", "| ---: | --- | ---: | ---: | ---: |"]
         for point in report["points"]:
-            cells = " | ".join(_cell(point["tasks"][task["name"]][metric]) for metric in METRICS)
+            cells = " | ".join(interval_text(point["tasks"][task["name"]][metric]) for metric in METRICS)
             lines.append(f"| {point['experts']} | {point['saliency'] or 'all'} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-def _points(change: Mapping[str, Any]) -> str:
+def points_text(change: Mapping[str, Any]) -> str:
+    """A difference in points with its interval, such as `-1.2 (-1.9 to -0.6)`."""
     low, high = change["interval"]
     return f"{100 * change['value']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
-def _cell(entry: Mapping[str, Any]) -> str:
+def interval_text(entry: Mapping[str, Any]) -> str:
+    """A share as per cent with its interval, such as `62.1 (60.2–64.0)`."""
     low, high = entry["interval"]
     return f"{100 * entry['value']:.1f} ({100 * low:.1f}–{100 * high:.1f})"
