@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny models built from a configuration, no network, and NaN-poisoned uninitialised memory."""
+"""Shared fixtures: tiny models built from a configuration, and no network."""
 
 import os
 
@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3_5MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
 
-from modeling_moemb import MoEMBConfig, MoEMBModel
+from modeling_moemb import MoEMBConfig, MoEMBModel, kernel_sources_moemb, kernels_moemb
 
 
 IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID, EMB_ID = 290, 291, 292, 293, 299
@@ -85,6 +85,18 @@ def _liven(model: torch.nn.Module) -> torch.nn.Module:
             else:
                 parameter.mul_(2)
     return model.eval()
+
+
+@pytest.fixture
+def no_kernels_chosen(monkeypatch, tmp_path):
+    """No kernel staged (but what a test puts into `tmp_path / "staged"`) or chosen; what was comes back afterwards."""
+    for name in ("MOEMB_KERNELS", "LOCAL_KERNELS", "MOEMB_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kernel_sources_moemb, "STAGED", tmp_path / "staged")
+    for name in ("_settings", "_resolved"):
+        monkeypatch.setattr(kernels_moemb, name, None)
+    for name in ("_sources", "_choices", "_kept"):
+        monkeypatch.setattr(kernels_moemb, name, {})
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from .row_cases import poisoned
 from .toy_kernels import make_compiled, make_noarch
 
 
@@ -44,6 +45,13 @@ def moemb_cpu(moemb_cpu_build):
     if module.isa() == "none":
         pytest.skip("this CPU has no AVX-512")
     return module
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh memory holds NaN, so that what a kernel forgets to write is seen."""
+    with poisoned():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,18 +20,3 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of `expected`; NaN and missing values count as infinite."""
     difference = (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
     return difference.item() if torch.isfinite(difference) else float("inf")
-
-
-def poison(monkeypatch) -> None:
-    """Fresh tensors hold NaN, so that a value that is not written shows."""
-
-    def wrap(make):
-        def poisoned(*args, **kwargs):
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        return poisoned
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, wrap(getattr(torch, name)))
-    monkeypatch.setattr(Tensor, "new_empty", wrap(Tensor.new_empty))

@@ -25,6 +25,11 @@ def poisoned():
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
+def offsets(lengths: list[int]) -> Tensor:
+    """Cumulative lengths, int32."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
 @contextmanager
 def threads(count: int):
     """Run with `count` OpenMP threads."""

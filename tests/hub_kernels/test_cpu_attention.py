@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from .row_cases import assert_close, assert_same_bits, in_fp64, poisoned, threads, with_gradients
+from .row_cases import assert_close, assert_same_bits, in_fp64, offsets, poisoned, threads, with_gradients
 
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,11 +27,7 @@ def naive(query, key, value, lengths, scaling, causal):
 def packed(lengths, heads, key_heads, dim, dtype):
     """Query, key and value as views of one projection, and the cumulative lengths."""
     rows = torch.randn(sum(lengths), heads + 2 * key_heads, dim).to(dtype)
-    return list(rows.split([heads, key_heads, key_heads], dim=1)), cumulative(lengths)
-
-
-def cumulative(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).int()
+    return list(rows.split([heads, key_heads, key_heads], dim=1)), offsets(lengths)
 
 
 def dirty_workspaces(moemb_cpu, dtype, causal):
@@ -112,7 +108,7 @@ def test_a_segment_depends_on_itself_alone(moemb_cpu, dtype, causal):
             runs.append(run_with(tensors, cu_seqlens, grad))
     assert_same_bits(*runs)
     for first, last in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        alone = run_with([states[first:last] for states in tensors], cumulative([last - first]), grad[first:last])
+        alone = run_with([states[first:last] for states in tensors], offsets([last - first]), grad[first:last])
         assert_same_bits(alone, [result[first:last] for result in runs[0]])
 
     broken = [states.clone() for states in tensors]

@@ -3,32 +3,14 @@
 import pytest
 import torch
 
-from .row_cases import assert_same_bits, poisoned, threads
-from .test_cpu_attention import cumulative, naive, packed
-from .test_cpu_gated_delta import error, inputs_of, offsets
+from .row_cases import assert_same_bits, offsets, poisoned, threads
+from .test_cpu_attention import naive, packed
+from .test_cpu_gated_delta import error, inputs_of, recurrence
 
 
 RULE_SHAPES = [(2, 4, 32, 32), (1, 3, 24, 40), (2, 2, 128, 128)]
 WHOLE = [64, 65, 129, 191, 300, 192]
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def recurrence(query, key, value, decay, beta, lengths, states):
-    """One token after the other in fp64, from `states`; the outputs and the states behind the segments."""
-    query, key, value, decay, beta = (tensor.double() for tensor in (query, key, value, decay, beta))
-    repeat = value.shape[1] // key.shape[1]
-    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    query, key = (x.repeat_interleave(repeat, 1) for x in (query * query.shape[-1] ** -0.5, key))
-    outputs, token, final = [value[:0]], 0, []
-    for length, state in zip(lengths, states.double()):
-        for t in range(token, token + length):
-            state = state * decay[t].exp()[:, None, None]
-            delta = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * beta[t][:, None]
-            state = state + key[t][:, :, None] * delta[:, None, :]
-            outputs.append(torch.einsum("hkv,hk->hv", state, query[t])[None])
-        token += length
-        final.append(state)
-    return torch.cat(outputs), torch.stack(final)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,7 +139,7 @@ def test_attention_of_the_last_queries_has_the_bits_of_all(moemb_cpu, heads, key
     try:
         every = moemb_cpu.varlen_attention(query, key, value, ends, dim**-0.5, True)
         with poisoned():
-            some = moemb_cpu.varlen_attention(asked, key, value, cumulative(own), dim**-0.5, True, ends)
+            some = moemb_cpu.varlen_attention(asked, key, value, offsets(own), dim**-0.5, True, ends)
     finally:
         moemb_cpu.limit_isa("amx")
     assert_same_bits(some, continued(every, LENGTHS, own))
@@ -168,14 +150,14 @@ def test_attention_of_the_last_queries_has_the_bits_of_all(moemb_cpu, heads, key
 def test_attention_without_causality(moemb_cpu):
     (query, key, value), ends = packed(LENGTHS, 4, 2, 32, torch.float32)
     asked = continued(query, LENGTHS, OWN["some"])
-    some = moemb_cpu.varlen_attention(asked, key, value, cumulative(OWN["some"]), 0.2, False, ends)
+    some = moemb_cpu.varlen_attention(asked, key, value, offsets(OWN["some"]), 0.2, False, ends)
     expected = naive(query.double(), key.double(), value.double(), LENGTHS, 0.2, False)
     assert error(some, continued(expected, LENGTHS, OWN["some"])) < 1e-6
 
 
 def test_attention_refuses(moemb_cpu):
     (query, key, value), ends = packed([4, 6], 2, 1, 16, torch.float32)
-    asked, own = query[2:], cumulative([2, 6])
+    asked, own = query[2:], offsets([2, 6])
     assert moemb_cpu.supports("varlen_attention", asked, key, value, own, ends)
     assert not moemb_cpu.supports("varlen_attention", asked, key, value, own)
     with pytest.raises(ValueError, match="tokens of `query`"):
@@ -184,7 +166,7 @@ def test_attention_refuses(moemb_cpu):
         moemb_cpu.varlen_attention(asked, key, value, own, 1.0, True, ends[:2])
     with pytest.raises(ValueError, match="`cu_seqlens_k` must be int32"):
         moemb_cpu.varlen_attention(asked, key, value, own, 1.0, True, ends.long())
-    for wrong in (cumulative([7, 3]), cumulative([4, 5])):  # fewer keys than queries; keys left over
+    for wrong in (offsets([7, 3]), offsets([4, 5])):  # fewer keys than queries; keys left over
         with pytest.raises(RuntimeError, match="contradict"):
             moemb_cpu.varlen_attention(asked, key, value, own, 1.0, True, wrong)
     with pytest.raises(ValueError, match="no gradients"):

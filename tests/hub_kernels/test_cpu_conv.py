@@ -6,25 +6,12 @@ import torch.nn.functional as F
 
 from modeling_moemb.mixers_moemb import causal_conv as torch_conv
 
+from .row_cases import offsets
 
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LENGTHS = [1, 0, 2, 63, 64, 65, 300, 0, 3]  # the long one crosses a block of tokens
 TOLERANCES = {torch.float32: 5e-7, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory holds NaN, so that what a kernel forgets to write is seen."""
-    empty = torch.empty
-
-    def poisoned_empty(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
-
-
-def offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def oracle(hidden_states, weight, lengths, activation):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gemm_cases import ROUTES, TOLERANCE, distance, poison
+from .gemm_cases import ROUTES, TOLERANCE, distance
 
 
 # tokens, slots, experts, hidden, intermediate, share of skipped slots
@@ -73,9 +73,8 @@ def gradients(run, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype, route", ROUTES)
-def test_output_and_gradients_match_the_naive_loop(moemb_cpu, route, monkeypatch, dtype, shape):
+def test_output_and_gradients_match_the_naive_loop(moemb_cpu, route, poisoned_memory, dtype, shape):
     moemb_cpu.limit_isa(route)
-    poison(monkeypatch)
     inputs = make(*shape, dtype)
     grad = torch.randn(shape[0], shape[3], generator=torch.Generator().manual_seed(1)).to(dtype)
     actual = gradients(moemb_cpu.experts, inputs, grad)
@@ -88,9 +87,8 @@ def test_output_and_gradients_match_the_naive_loop(moemb_cpu, route, monkeypatch
 
 
 @pytest.mark.parametrize("dtype, route", ROUTES)
-def test_frozen_experts_get_no_gradient_and_change_none(moemb_cpu, route, monkeypatch, dtype):
+def test_frozen_experts_get_no_gradient_and_change_none(moemb_cpu, route, poisoned_memory, dtype):
     moemb_cpu.limit_isa(route)
-    poison(monkeypatch)
     inputs = make(65, 3, 5, 100, 37, 0.2, dtype)
     grad = torch.randn(65, 100).to(dtype)
     _, grad_states, grad_weight, _, _ = gradients(moemb_cpu.experts, inputs, grad)
@@ -128,9 +126,8 @@ def test_a_token_has_the_same_bits_alone(moemb_cpu, route, dtype):
     ids=str,
 )
 @pytest.mark.parametrize("dtype, route", ROUTES)
-def test_the_same_bits_for_any_number_of_threads(moemb_cpu, route, monkeypatch, dtype, shape):
+def test_the_same_bits_for_any_number_of_threads(moemb_cpu, route, poisoned_memory, dtype, shape):
     moemb_cpu.limit_isa(route)
-    poison(monkeypatch)
     inputs = make(*shape, dtype)
     grad = torch.randn(shape[0], shape[3]).to(dtype)
     results = []

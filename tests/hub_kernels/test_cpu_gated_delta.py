@@ -8,27 +8,14 @@ import torch
 from modeling_moemb.delta_rule_moemb import gated_delta_rule as torch_rule
 from modeling_moemb.layout_moemb import PackedLayout
 
+from .row_cases import offsets
 
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LENGTHS = [1, 0, 63, 64, 65, 7, 0, 130]
 SHAPES = [(2, 4, 32, 32), (1, 3, 24, 40), (2, 2, 128, 128), (1, 1, 8, 16), (1, 2, 64, 96)]
 # relative error of a whole tensor: fp32 arithmetic, then one rounding to the dtype
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory holds NaN, so that what a kernel forgets to write is seen."""
-    empty = torch.empty
-
-    def poisoned_empty(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
-
-
-def offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def inputs_of(lengths: list[int], shape: tuple, dtype=torch.float32, decay_scale: float = 1.0) -> list[torch.Tensor]:
@@ -47,23 +34,28 @@ def inputs_of(lengths: list[int], shape: tuple, dtype=torch.float32, decay_scale
     ]
 
 
-def oracle(query, key, value, decay, beta, lengths):
-    """One token after the other, in fp64."""
+def recurrence(query, key, value, decay, beta, lengths, states):
+    """One token after the other in fp64, from `states`; the outputs and the states behind the segments."""
     query, key, value, decay, beta = (tensor.double() for tensor in (query, key, value, decay, beta))
     repeat = value.shape[1] // key.shape[1]
     query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    query = query * query.shape[-1] ** -0.5
-    query, key = query.repeat_interleave(repeat, 1), key.repeat_interleave(repeat, 1)
-    outputs, token = [value.new_zeros(0, *value.shape[1:])], 0
-    for length in lengths:
-        state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
+    query, key = (x.repeat_interleave(repeat, 1) for x in (query * query.shape[-1] ** -0.5, key))
+    outputs, token, final = [value[:0]], 0, []
+    for length, state in zip(lengths, states.double()):
         for t in range(token, token + length):
             state = state * decay[t].exp()[:, None, None]
             delta = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * beta[t][:, None]
             state = state + key[t][:, :, None] * delta[:, None, :]
             outputs.append(torch.einsum("hkv,hk->hv", state, query[t])[None])
         token += length
-    return torch.cat(outputs)
+        final.append(state)
+    return torch.cat(outputs), torch.stack(final) if final else states.double()
+
+
+def oracle(query, key, value, decay, beta, lengths):
+    """The recurrence from states of zero."""
+    states = value.new_zeros(len(lengths), value.shape[1], key.shape[2], value.shape[2])
+    return recurrence(query, key, value, decay, beta, lengths, states)[0]
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .gemm_cases import ROUTES, TOLERANCE, distance, poison
+from .gemm_cases import ROUTES, TOLERANCE, distance
 
 
 # rows, out_features, in_features
@@ -48,9 +48,8 @@ def gradients(run, arguments, grad):
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype, route", ROUTES)
-def test_output_and_gradients_match_fp64(moemb_cpu, route, monkeypatch, dtype, shape, with_bias):
+def test_output_and_gradients_match_fp64(moemb_cpu, route, poisoned_memory, dtype, shape, with_bias):
     moemb_cpu.limit_isa(route)
-    poison(monkeypatch)
     arguments = make(*shape, dtype)[: 3 if with_bias else 2]
     grad = torch.randn(shape[0], shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     actual = gradients(moemb_cpu.linear, arguments, grad)
@@ -78,9 +77,8 @@ def test_a_row_has_the_same_bits_alone(moemb_cpu, route, dtype, shape):
 
 @pytest.mark.parametrize("shape", [(1, 600, 520), (40, 100, 800), (700, 96, 192)], ids=str)
 @pytest.mark.parametrize("dtype, route", ROUTES)
-def test_the_same_bits_for_any_number_of_threads(moemb_cpu, route, monkeypatch, dtype, shape):
+def test_the_same_bits_for_any_number_of_threads(moemb_cpu, route, poisoned_memory, dtype, shape):
     moemb_cpu.limit_isa(route)
-    poison(monkeypatch)
     arguments = make(*shape, dtype)
     grad = torch.randn(shape[0], shape[1]).to(dtype)
     results = []

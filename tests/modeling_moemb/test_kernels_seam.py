@@ -48,16 +48,7 @@ def make_kernel(folder: Path, mark: str, name: str = "moemb-cpu", backend: str =
     return folder
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch, tmp_path):
-    """Nothing staged, nothing chosen; what other tests chose comes back afterwards."""
-    for name in ("MOEMB_KERNELS", "LOCAL_KERNELS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernel_sources_moemb, "STAGED", tmp_path / "staged")
-    for name in ("_settings", "_resolved"):
-        monkeypatch.setattr(kernels_moemb, name, None)
-    for name in ("_sources", "_choices", "_kept"):
-        monkeypatch.setattr(kernels_moemb, name, {})
+pytestmark = pytest.mark.usefixtures("no_kernels_chosen")
 
 
 @pytest.fixture

@@ -180,6 +180,11 @@ class TestEncode:
         # bf16 noise turns near ties of this random model's routers into other experts, hence not 0.9999 everywhere
         cosine = (low * vectors).sum(1)
         assert cosine.min() > 0.9 and np.median(cosine) > 0.995
+        whole = SentenceTransformer(str(repository), trust_remote_code=True)
+        for model in (half, whole):  # with every expert chosen there is nothing to flip
+            for layer in model[0].auto_model.language_model.layers:
+                layer.mlp.top_k = layer.mlp.experts.num_experts
+        assert (half.encode(some_items()) * whole.encode(some_items())).sum(1).min() > 0.999
         np.testing.assert_allclose(np.linalg.norm(low, axis=1), 1, atol=1e-6)
 
     def test_does_not_log_a_batch_away(self, model, caplog):

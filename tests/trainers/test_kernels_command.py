@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling_moemb import kernel_sources_moemb, kernels_moemb
+from modeling_moemb import kernels_moemb
 from moemb.trainers import cli
 
 
@@ -29,15 +29,7 @@ def supports(op, *tensors):
 """
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch, tmp_path):
-    for name in ("MOEMB_KERNELS", "LOCAL_KERNELS", "MOEMB_CPU_ISA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kernel_sources_moemb, "STAGED", tmp_path / "staged")
-    for name in ("_settings", "_resolved"):
-        monkeypatch.setattr(kernels_moemb, name, None)
-    for name in ("_sources", "_choices", "_kept"):
-        monkeypatch.setattr(kernels_moemb, name, {})
+pytestmark = pytest.mark.usefixtures("no_kernels_chosen")
 
 
 @pytest.fixture
