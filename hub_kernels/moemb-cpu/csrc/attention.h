@@ -155,6 +155,26 @@ struct Task {
   int64_t origin;  // the row of the query at position 0, which there may not be: then negative or a neighbour's
 };
 
+// What a block of lanes sees of `count` keys.
+struct Window {
+  int64_t visible;           // the first so many keys; none when it is not positive
+  const __m512i* positions;  // of the queries, when some of these keys must be hidden from some lane
+  __m512i stored[kLaneBlock / kLanes];
+};
+
+// The window of `rows` lanes from `lane` on (`width` with padding) over the keys `first` .. `first + count`.
+inline void set_window(const Task& task, bool causal, int64_t first, int64_t count, int64_t lane, int64_t rows,
+                       int64_t width, int64_t repeat, Window& window) {
+  window.visible = count, window.positions = nullptr;
+  if (!causal) return;
+  window.visible = smaller(count, task.query + (lane + rows - 1) / repeat + 1 - first);
+  if (window.visible <= 0 || first + window.visible - 1 <= task.query + lane / repeat) return;
+  for (int64_t v = 0; v < width / kLanes; ++v) {
+    window.stored[v] = lane_positions(task.query, lane + v * kLanes, repeat, task.queries);
+  }
+  window.positions = window.stored;
+}
+
 // The keys of a segment: those of its queries unless there are more.
 inline int64_t first_key(const MoembAttention& inputs, int64_t segment) {
   return (inputs.cu_keys != nullptr ? inputs.cu_keys : inputs.cu_seqlens)[segment];

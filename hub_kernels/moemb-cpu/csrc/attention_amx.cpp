@@ -240,18 +240,10 @@ void attend_block(const MoembAttention& inputs, const Task& task, const Work& wo
   const int64_t repeat = inputs.heads / inputs.key_heads, task_lanes = round_up(lanes, kPair);
   for (int64_t lane = 0; lane < lanes; lane += kLaneBlock) {
     const int64_t width = smaller(kLaneBlock, task_lanes - lane), rows = smaller(kLaneBlock, lanes - lane);
-    __m512i positions[kLaneBlock / kLanes];
-    Step step = {first, count, nullptr, inputs.scaling * 1.44269504f};
-    if (inputs.causal) {
-      step.visible = smaller(count, task.query + (lane + rows - 1) / repeat + 1 - first);
-      if (step.visible <= 0) continue;
-      if (first + step.visible - 1 > task.query + lane / repeat) {
-        for (int64_t v = 0; v < width / kLanes; ++v) {
-          positions[v] = lane_positions(task.query, lane + v * kLanes, repeat, task.queries);
-        }
-        step.positions = positions;
-      }
-    }
+    Window window;
+    set_window(task, inputs.causal, first, count, lane, rows, width, repeat, window);
+    if (window.visible <= 0) continue;
+    const Step step = {first, window.visible, window.positions, inputs.scaling * 1.44269504f};
     const uint32_t* queries = work.queries + lane * padded / 2;
     for (int64_t key = 0; key < step.visible; key += kPair) {
       for (int64_t column = 0; column < width; column += kPair) {

@@ -71,23 +71,16 @@ void backward_block(const Backward& work, const Task& task, const HeadRows& keys
   float *grad_key = work.grad_key + first * padded, *grad_value = work.grad_value + first * padded;
   for (int64_t lane = 0; lane < lanes; lane += kLaneBlock) {
     const int64_t width = smaller(kLaneBlock, task_lanes - lane), rows = smaller(kLaneBlock, lanes - lane);
-    int64_t visible = count;
-    bool hides = false;
-    __m512i positions[kLaneBlock / kLanes];
-    if (causal) {
-      visible = smaller(count, task.query + (lane + rows - 1) / repeat + 1 - first);
-      if (visible <= 0) continue;
-      hides = first + visible - 1 > task.query + lane / repeat;
-      for (int64_t v = 0; hides && v < width / kLanes; ++v) {
-        positions[v] = lane_positions(task.query, lane + v * kLanes, repeat, task.queries);
-      }
-    }
+    Window window;
+    set_window(task, causal, first, count, lane, rows, width, repeat, window);
+    const int64_t visible = window.visible;
+    if (visible <= 0) continue;
     product({keys.rows, keys.stride, 1, work.queries_t + lane, task_lanes, padded, work.scores, kLaneBlock, false},
             visible, width);
     product({values.rows, values.stride, 1, work.grads_t + lane, task_lanes, padded, work.slopes, kLaneBlock, false},
             visible, width);
     slopes_step(work.scores, work.slopes, visible, width, work.log_sum + lane, work.shift + lane,
-                hides ? positions : nullptr, first);
+                window.positions, first);
     const float *queries = work.queries + lane * padded, *grads = work.grads + lane * padded;
     product({work.slopes, 1, kLaneBlock, keys.rows, keys.stride, visible, work.grad_query + lane * padded, padded,
              first > 0},

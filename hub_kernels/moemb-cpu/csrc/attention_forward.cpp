@@ -73,22 +73,14 @@ void attend_block(const Forward& work, const Task& task, const HeadRows& keys, c
   const int64_t task_lanes = round_up(lanes, kLanes);
   for (int64_t lane = 0; lane < lanes; lane += kLaneBlock) {
     const int64_t width = smaller(kLaneBlock, task_lanes - lane), rows = smaller(kLaneBlock, lanes - lane);
-    int64_t visible = count;
-    bool hides = false;
-    __m512i positions[kLaneBlock / kLanes];
-    if (causal) {
-      const int64_t last = task.query + (lane + rows - 1) / repeat;
-      visible = smaller(count, last + 1 - first);
-      if (visible <= 0) continue;
-      hides = first + visible - 1 > task.query + lane / repeat;
-      for (int64_t v = 0; hides && v < width / kLanes; ++v) {
-        positions[v] = lane_positions(task.query, lane + v * kLanes, repeat, task.queries);
-      }
-    }
+    Window window;
+    set_window(task, causal, first, count, lane, rows, width, repeat, window);
+    const int64_t visible = window.visible;
+    if (visible <= 0) continue;
     product({keys.rows, keys.stride, 1, work.transposed + lane, task_lanes, padded, work.scores, kLaneBlock, false},
             visible, width);
     const bool rescale = softmax_step(work.scores, visible, width, work.largest + lane, work.total + lane, work.decay,
-                                      hides ? positions : nullptr, first);
+                                      window.positions, first);
     float* output = work.output + lane * padded;
     for (int64_t row = 0; rescale && first > 0 && row < rows; ++row) {
       const Vec factor = splat(work.decay[row]);
