@@ -259,17 +259,28 @@ def _best_value(output_dir: Path, metric: str) -> float | None:
 
 
 class JsonLines(TrainerCallback):
-    """Appends every log entry to `output_dir/log.jsonl` with the step and the wall-clock time."""
+    """Appends every log entry to `output_dir/log.jsonl` with the step, the wall-clock time and the run's CPU-hours.
+
+    `cpu_hours` goes on from the last entry of the file: it is what the whole run took, over all kills and continuations.
+    """
 
     def __init__(self, output_dir: str):
         self.path = Path(output_dir) / LOG
+        self.hours_before = _last_value(self.path, "cpu_hours") - time.process_time() / 3600
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            entry = {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), **logs}
+            hours = self.hours_before + time.process_time() / 3600
+            stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "cpu_hours": round(hours, 4)}
             with self.path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+                file.write(json.dumps({"step": state.global_step, **stamp, **logs}) + "\n")
+
+
+def _last_value(log: Path, name: str) -> float:
+    lines = log.read_text().splitlines() if log.is_file() else []
+    entries = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last line
+    return next((entry[name] for entry in reversed(entries) if name in entry), 0.0)
 
 
 class StopAfter(TrainerCallback):

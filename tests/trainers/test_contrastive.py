@@ -1,15 +1,17 @@
 import json
+import time
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import TrainerState
 
 from modeling_moemb import MoEMBModel
 from moemb.trainers.contrastive_config import ContrastiveConfig
 from moemb.trainers.contrastive_trainer import ContrastiveError, build_trainer
 from moemb.trainers.mixture import Contrast, Group
-from moemb.trainers.packed_trainer import newest_checkpoint
+from moemb.trainers.packed_trainer import JsonLines, newest_checkpoint
 from moemb.trainers.pretrain_config import PretrainConfig
 from moemb.trainers.pretrain_trainer import build_trainer as build_pretrainer
 
@@ -88,6 +90,16 @@ def test_log_names_every_source_and_teacher(finished):
     sources = ("emoji", "icon", "translation", "gloss", "article", "strip", "motion", "edit")
     assert {f"{name}_loss" for name in (*sources, "text_teacher", "vision_teacher")} <= names
     assert {"eval_score", "eval_image_r1", "eval_style_r10", "eval_edit_mrr", "expert_load_max"} <= names
+
+
+def test_cpu_hours_add_up_over_continuations(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "cpu_hours": 2.5}\n{"step": 2, "loss": 1.0}\n{"step": 3, "cpu_h')
+    writer = JsonLines(str(tmp_path))
+    before = time.process_time()
+    sum(range(2_000_000))
+    writer.on_log(None, TrainerState(global_step=3), None, {"loss": 0.5})
+    hours = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["cpu_hours"]
+    assert 2.5 <= hours <= 2.5 + (time.process_time() - before + 1) / 3600
 
 
 def test_training_lowers_the_loss(tmp_path, fake_corpus, pretrained):
