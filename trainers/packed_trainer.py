@@ -261,7 +261,7 @@ def _best_value(output_dir: Path, metric: str) -> float | None:
 class JsonLines(TrainerCallback):
     """Appends every log entry to `output_dir/log.jsonl` with the step, the wall-clock time and the run's CPU-hours.
 
-    `cpu_hours` goes on from the last entry of the file: it is what the whole run took, over all kills and continuations.
+    `cpu_hours` goes on from the last entry of the file: it is what the run took over all continuations.
     """
 
     def __init__(self, output_dir: str):
@@ -278,8 +278,11 @@ class JsonLines(TrainerCallback):
 
 
 def _last_value(log: Path, name: str) -> float:
-    lines = log.read_text().splitlines() if log.is_file() else []
-    entries = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last line
+    text = log.read_text() if log.is_file() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:  # a kill cut the last line
+        log.write_text(whole)
+    entries = [json.loads(line) for line in whole.splitlines()]
     return next((entry[name] for entry in reversed(entries) if name in entry), 0.0)
 
 
