@@ -178,8 +178,8 @@ def sweep_tasks(names: Sequence[str], corpus: Path | None, gallery: Path | None,
 
 
 def _validation_tasks(corpus: Path | None, seed: int) -> list[SweepTask]:
-    from .contrastive_validation import ValidationSet
     from .corpus import load_corpus
+    from .mini_contrastive_validation import ValidationSet
 
     return [
         SweepTask(

@@ -9,10 +9,10 @@ import sys
 from .errors import MoEMBError
 
 
-HELP = "train a model as a recipe says (method: pretrain or contrastive)"
+HELP = "train a model as a recipe says (method: pretrain or mini-contrastive)"
 ACCEPTS_OVERRIDES = True
 
-METHODS = ("pretrain", "contrastive")
+METHODS = ("pretrain", "mini-contrastive")
 
 
 class TrainError(MoEMBError, ValueError):
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         from .pretrain_config import PretrainConfig as config_class
         from .pretrain_trainer import build_trainer
     else:
-        from .contrastive_config import ContrastiveConfig as config_class
-        from .contrastive_trainer import build_trainer
+        from .mini_contrastive_config import MiniContrastiveConfig as config_class
+        from .mini_contrastive_trainer import build_trainer
     (config,) = load_recipe(args.config, config_class, overrides=args.overrides, extra_keys=("method",))
     config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
     if config.init_from:

@@ -6,12 +6,12 @@ import pytest
 from modeling_moemb import kernels_report
 from moemb.trainers import train
 from moemb.trainers.cli import main
-from moemb.trainers.contrastive_config import ContrastiveConfig
+from moemb.trainers.mini_contrastive_config import MiniContrastiveConfig
 from moemb.trainers.pretrain_config import PretrainConfig
 from moemb.trainers.recipe import load_recipe
 from moemb.trainers.repository import assemble_checkpoint
 
-from .test_contrastive import SETTINGS
+from .test_mini_contrastive import SETTINGS
 from .test_pretrain import TINY
 
 
@@ -28,7 +28,7 @@ def test_both_recipes_train_one_after_the_other(tmp_path, fake_corpus, monkeypat
     pretrain = write(tmp_path / "p.yaml", method="pretrain", output_dir=tmp_path / "p", **TINY)
     contrastive = write(
         tmp_path / "c.yaml",
-        method="contrastive",
+        method="mini-contrastive",
         output_dir=tmp_path / "c",
         init_from=tmp_path / "p/final",
         **SETTINGS,
@@ -72,7 +72,9 @@ def test_no_steps_write_the_untrained_model(tmp_path, fake_corpus, monkeypatch):
 
 
 def test_publishing_a_run_without_evaluation_is_an_error(tmp_path, capsys):
-    recipe = write(tmp_path / "c.yaml", method="contrastive", output_dir=tmp_path / "c", init_from="x", **SETTINGS)
+    recipe = write(
+        tmp_path / "c.yaml", method="mini-contrastive", output_dir=tmp_path / "c", init_from="x", **SETTINGS
+    )
     assert main(["train", "--config", recipe, "--publish", str(tmp_path / "t")]) == 1
     assert "first evaluation" in capsys.readouterr().err and not (tmp_path / "t").exists()
 
@@ -82,10 +84,12 @@ def test_an_unknown_method_is_named(tmp_path, method, capsys):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(method + "output_dir: x\n")
     assert main(["train", "--config", str(recipe)]) == 1
-    assert "pretrain | contrastive" in capsys.readouterr().err
+    assert "pretrain | mini-contrastive" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "config_class"), [("pretrain", PretrainConfig), ("contrastive", ContrastiveConfig)])
+@pytest.mark.parametrize(
+    ("name", "config_class"), [("pretrain", PretrainConfig), ("contrastive", MiniContrastiveConfig)]
+)
 def test_the_recipes_of_moemb_mini_are_valid(name, config_class):
     (config,) = load_recipe(RECIPES / f"{name}.yaml", config_class, extra_keys=("method",))
     assert config.max_steps >= 1

@@ -1,10 +1,7 @@
-"""Contrastive training: makes an embedder of a pretrained model.
+"""The contrastive training of moemb-mini: makes an embedder of a pretrained model.
 
 One step is one packed forward over all sub-batches of the mixture; each sub-batch is contrasted within itself, and all
 rows with a teacher vector are also pulled towards it through linear heads that are thrown away after training.
-
-Later methods extend `ContrastiveTrainer` by overriding `embed` (cached gradients, adapters) or `group_loss` (hard
-negatives, gathering across devices).
 """
 
 from dataclasses import replace
@@ -16,8 +13,6 @@ from torch import nn
 
 from modeling_moemb import MoEMBModel
 
-from .contrastive_config import ContrastiveConfig
-from .contrastive_validation import ValidationSet
 from .data import BatchEncoder, PictureShape
 from .documents import DocumentSource, language_batch
 from .errors import MoEMBError
@@ -26,6 +21,8 @@ from .losses import (
     distillation_loss,
     next_token_loss,
 )
+from .mini_contrastive_config import MiniContrastiveConfig
+from .mini_contrastive_validation import ValidationSet
 from .mixture import Group, Mixture
 from .packed_trainer import PackedTrainer
 from .sources import (
@@ -50,7 +47,7 @@ INSTRUCTIONS = (
 )
 
 
-class ContrastiveError(MoEMBError, ValueError):
+class MiniContrastiveError(MoEMBError, ValueError):
     """A contrastive training that cannot start; the text names the value and the remedy."""
 
 
@@ -69,7 +66,7 @@ class TeacherHeads(nn.Module):
         self.vision = nn.Linear(hidden_size, vision_size)
 
 
-def build_mixture(args: ContrastiveConfig, corpus, teacher_texts, teacher_images) -> Mixture:
+def build_mixture(args: MiniContrastiveConfig, corpus, teacher_texts, teacher_images) -> Mixture:
     """The mixture that a recipe describes."""
     sources, rates = [], []
     for name, source_class, extra in (
@@ -88,19 +85,19 @@ def build_mixture(args: ContrastiveConfig, corpus, teacher_texts, teacher_images
     return Mixture(sources, rates, args.seed)
 
 
-class ContrastiveTrainer(PackedTrainer):
+class MiniContrastiveTrainer(PackedTrainer):
     """Trains an embedder on a mixture of homogeneous sub-batches.
 
     Args:
         model (`MoEMBModel`): The model, with `pooling="emb"`.
-        args ([`ContrastiveConfig`]): Settings.
+        args ([`MiniContrastiveConfig`]): Settings.
         tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
         corpus (`Corpus`): The corpus.
     """
 
     best_metric = "score"
 
-    def __init__(self, model: MoEMBModel, args: ContrastiveConfig, tokenizer, corpus):
+    def __init__(self, model: MoEMBModel, args: MiniContrastiveConfig, tokenizer, corpus):
         vision = model.config.vision_config
         shape = PictureShape(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
         self.encoder = BatchEncoder(tokenizer, shape, token_multiple=256)
@@ -225,7 +222,7 @@ def prepare_emb(model: MoEMBModel, seed: int = 0) -> None:
     if config.pooling == "emb":
         return
     if config.emb_token_id is None:
-        raise ContrastiveError("The model's config has no emb_token_id: pretrain it with `moemb train` first.")
+        raise MiniContrastiveError("The model's config has no emb_token_id: pretrain it with `moemb train` first.")
     table = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -234,15 +231,15 @@ def prepare_emb(model: MoEMBModel, seed: int = 0) -> None:
     config.pooling = "emb"
 
 
-def build_trainer(args: ContrastiveConfig, corpus) -> ContrastiveTrainer:
+def build_trainer(args: MiniContrastiveConfig, corpus) -> MiniContrastiveTrainer:
     """Loads the model of `init_from` and builds the trainer around it.
 
     Raises:
-        ContrastiveError: Without `init_from`.
+        MiniContrastiveError: Without `init_from`.
     """
     if not args.init_from:
-        raise ContrastiveError("contrastive training needs init_from: the `final` folder of a pretraining run")
+        raise MiniContrastiveError("contrastive training needs init_from: the `final` folder of a pretraining run")
     tokenizer = load_tokenizer(args.init_from)
     model = MoEMBModel.from_pretrained(args.init_from, dtype=torch.float32)
     prepare_emb(model, args.seed)
-    return ContrastiveTrainer(model, args, tokenizer, corpus)
+    return MiniContrastiveTrainer(model, args, tokenizer, corpus)

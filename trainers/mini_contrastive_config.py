@@ -1,4 +1,4 @@
-"""Settings of contrastive training: the mixture, the losses and the teachers."""
+"""Settings of moemb-mini's contrastive training: the mixture, the losses and the teachers."""
 
 from dataclasses import dataclass, field
 
@@ -6,9 +6,9 @@ from .packed_config import PackedTrainingConfig
 
 
 @dataclass
-class ContrastiveConfig(PackedTrainingConfig):
+class MiniContrastiveConfig(PackedTrainingConfig):
     r"""
-    Arguments of [`ContrastiveTrainer`].
+    Arguments of [`MiniContrastiveTrainer`].
 
     > Parameters that control the mixture: each source has a rate (sub-batches per step; 0.5 is one at every second
     > step, 0 switches it off) and a chunk (things per sub-batch)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from transformers import TrainerState
 
 from modeling_moemb import MoEMBModel
-from moemb.trainers.contrastive_config import ContrastiveConfig
-from moemb.trainers.contrastive_trainer import ContrastiveError, build_trainer
+from moemb.trainers.mini_contrastive_config import MiniContrastiveConfig
+from moemb.trainers.mini_contrastive_trainer import MiniContrastiveError, build_trainer
 from moemb.trainers.mixture import Contrast, Group
 from moemb.trainers.packed_trainer import JsonLines, newest_checkpoint
 from moemb.trainers.pretrain_config import PretrainConfig
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def config(folder, init_from, **changes):
-    return ContrastiveConfig(output_dir=str(folder), init_from=str(init_from), **{**SETTINGS, **changes})
+    return MiniContrastiveConfig(output_dir=str(folder), init_from=str(init_from), **{**SETTINGS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +166,8 @@ def test_validation_reads_no_test_item(tmp_path, fake_corpus, pretrained):
 
 
 def test_init_from_is_needed(tmp_path, fake_corpus):
-    with pytest.raises(ContrastiveError, match="init_from"):
-        build_trainer(ContrastiveConfig(output_dir=str(tmp_path), **SETTINGS), fake_corpus)
+    with pytest.raises(MiniContrastiveError, match="init_from"):
+        build_trainer(MiniContrastiveConfig(output_dir=str(tmp_path), **SETTINGS), fake_corpus)
 
 
 @pytest.mark.parametrize(("key", "value"), [("emoji_chunk", 0), ("instruction_share", 1.5), ("language_rate", 2.0)])
