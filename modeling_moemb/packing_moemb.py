@@ -1,10 +1,11 @@
 """Packed execution: the decoder sees the tokens of all items in one row, without padding.
 
 `pack_batch` drops the pads and computes the multimodal rotary positions of every item, vectorised over the batch;
-`PackedTokens.compact` drops tokens later on (their original positions and order stay); `PackedTokens.unpack` scatters
-the rows back to a padded batch.
+`PackedTokens.compact` drops tokens later on (their original positions and order stay), `PackedTokens.replicate` lays
+items out several times; `PackedTokens.unpack` scatters the rows back to a padded batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,6 +92,49 @@ class PackedTokens:
                 modality=self.modality[index],
                 segment=self.segment[index],
                 source=self.source[index],
+            ),
+            index,
+        )
+
+    def replicate(self, copies: int | Sequence[int], size: int) -> tuple["PackedTokens", Tensor]:
+        """Lay every item out several times, such as for rollouts that go on differently from here.
+
+        Args:
+            copies (`int` or `Sequence[int]`): copies of each item, or of every item; at least 1.
+            size (`int`): entries of the padded batch, so that the copies of a token can be told apart: copy `g` has
+                `source + g * size`.
+
+        Returns:
+            The larger `PackedTokens`, the copies of an item one after the other, and the indices
+            (`torch.LongTensor`) of its rows in this one.
+
+        Raises:
+            ValueError: for a packing with shared prefixes, or a number of copies below 1.
+        """
+        if self.prefix_of is not None:
+            raise ValueError("a packing with shared prefixes cannot be replicated; pass `share_prefixes=False`")
+        counts = [copies] * self.num_items if isinstance(copies, int) else list(copies)
+        if len(counts) != self.num_items or min(counts) < 1:
+            raise ValueError(f"`copies` must be {self.num_items} numbers of at least 1, got {copies}")
+        item = torch.arange(self.num_items).repeat_interleave(torch.tensor(counts))
+        first = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+        copy = torch.arange(len(item)) - first[item]
+        lengths = torch.tensor(self.lengths)[item]
+        ends = lengths.cumsum(0)
+        starts = (torch.tensor(self.lengths).cumsum(0) - torch.tensor(self.lengths))[item]
+        segment = torch.arange(len(item)).repeat_interleave(lengths)
+        index = torch.arange(len(segment)) + (starts - ends + lengths)[segment]
+        device = self.segment.device
+        index, segment, copy = index.to(device), segment.to(device), copy.to(device)
+        return (
+            replace(
+                self,
+                cu_seqlens=_cumulative(lengths.to(device)),
+                lengths=lengths.tolist(),
+                position_ids=self.position_ids[:, index],
+                modality=self.modality[index],
+                segment=segment,
+                source=self.source[index] + size * copy[segment],
             ),
             index,
         )

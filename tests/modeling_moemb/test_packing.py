@@ -78,6 +78,25 @@ def test_compact_keeps_order_positions_and_makes_new_lengths():
     assert torch.equal(again.source, smaller.source)
 
 
+def test_replicate_equals_packing_the_copies():
+    items = mixed_items()[:5]
+    counts = [3, 1, 2, 1, 4]
+    packed = pack(collate(items))
+    size = collate(items)["input_ids"].numel()
+    wide, index = packed.replicate(counts, size)
+    expected = pack(collate([item for item, count in zip(items, counts) for _ in range(count)]))
+    assert wide.lengths == expected.lengths
+    for name in ("cu_seqlens", "position_ids", "modality", "segment"):
+        assert torch.equal(getattr(wide, name), getattr(expected, name)), name
+    assert wide.cu_seqlens.dtype == packed.cu_seqlens.dtype
+    assert torch.equal(wide.source % size, packed.source[index])
+    assert len(set(wide.source.tolist())) == wide.num_tokens
+    again, same = packed.replicate(1, size)
+    assert torch.equal(again.source, packed.source) and torch.equal(same, torch.arange(packed.num_tokens))
+    with pytest.raises(ValueError, match="at least 1"):
+        packed.replicate([1, 0, 1, 1, 1], size)
+
+
 def test_compact_refuses_to_empty_an_item_and_wrong_masks():
     packed = pack(collate([Item().text(2).emb(), Item().emb()]))
     keep = torch.tensor([True, True, True, False])
