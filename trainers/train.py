@@ -9,10 +9,10 @@ import sys
 from .errors import MoEMBError
 
 
-HELP = "train a model as a recipe says (method: pretrain or mini-contrastive)"
+HELP = "train a model as a recipe says (method: contrastive, or pretrain and mini-contrastive for moemb-mini)"
 ACCEPTS_OVERRIDES = True
 
-METHODS = ("pretrain", "mini-contrastive")
+METHODS = ("contrastive", "pretrain", "mini-contrastive")
 
 
 class TrainError(MoEMBError, ValueError):
@@ -36,15 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains as `args.config` says and writes `final/` when the run is complete. Returns the exit status."""
-    from .recipe import load_recipe, parse_overrides, read_recipe
+    from .recipe import parse_overrides, read_recipe
 
     method = {**read_recipe(args.config), **parse_overrides(args.overrides)}.get("method")
     if method not in METHODS:
         raise TrainError(f"{args.config}: method is {method!r}; write one of 'method: {' | '.join(METHODS)}'")
     keep_freed_memory()
-    from .checkpoint import publish, record_command
+    return run_contrastive(args) if method == "contrastive" else run_mini(args, method)
+
+
+def run_contrastive(args: argparse.Namespace) -> int:
+    """Contrastive training of any model on any data."""
+    from .contrastive_config import ContrastiveConfig
+    from .contrastive_trainer import build_trainer
+    from .recipe import load_recipe
+
+    if args.publish:
+        raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
+    (config,) = load_recipe(args.config, ContrastiveConfig, overrides=args.overrides, extra_keys=("method",))
+    config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
+    return run_trainer(build_trainer(config), args)
+
+
+def run_mini(args: argparse.Namespace, method: str) -> int:
+    """The two stages of moemb-mini, on its corpus."""
+    from .checkpoint import publish
     from .corpus import load_corpus
-    from .packed_trainer import newest_checkpoint
+    from .recipe import load_recipe
 
     if method == "pretrain":
         from .pretrain_config import PretrainConfig as config_class
@@ -59,10 +77,20 @@ def run(args: argparse.Namespace) -> int:
     if args.publish:
         print(f"published: {publish(config.output_dir, args.publish)}", file=sys.stderr)
         return 0
-    trainer = build_trainer(config, load_corpus(config.corpus))
-    record_command(config.output_dir, ["moemb", "train", "--config", args.config, *args.overrides])
+    return run_trainer(build_trainer(config, load_corpus(config.corpus)), args)
+
+
+def run_trainer(trainer, args: argparse.Namespace) -> int:
+    """Trains, going on from the newest whole checkpoint, and writes the weights."""
+    from .checkpoint import record_command
+    from .packed_trainer import newest_checkpoint
+
+    config = trainer.args
+    if trainer.is_world_process_zero():
+        record_command(config.output_dir, ["moemb", "train", "--config", args.config, *args.overrides])
     if config.max_steps:
-        checkpoint = newest_checkpoint(config.output_dir) if config.continue_run else None
+        with config.main_process_first(local=False, desc="looking for checkpoints"):
+            checkpoint = newest_checkpoint(config.output_dir) if config.continue_run else None
         if checkpoint is not None:
             print(f"going on from {checkpoint}", file=sys.stderr)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

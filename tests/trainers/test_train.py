@@ -84,7 +84,7 @@ def test_an_unknown_method_is_named(tmp_path, method, capsys):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(method + "output_dir: x\n")
     assert main(["train", "--config", str(recipe)]) == 1
-    assert "pretrain | mini-contrastive" in capsys.readouterr().err
+    assert "contrastive | pretrain | mini-contrastive" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
