@@ -13,7 +13,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 KERNEL_SOURCES := $(shell find hub_kernels -type f -not -path '*/build/*' -not -name '*.pyc')
 
-.PHONY: install kernels quickstart test slow test-gpu test-latest bench-gpu check format clean
+.PHONY: install kernels quickstart browser docs test slow test-gpu test-latest bench-gpu check format clean
 
 install: $(VENV)/.installed $(VENV)/.kernels
 
@@ -37,10 +37,19 @@ kernels: $(VENV)/.installed
 quickstart: install
 	$(BIN)/moemb quickstart $(ARGS)
 
-test: install
+# A Chromium for the tests of the web page; one that is there already is taken.
+browser: $(VENV)/.browser
+
+$(VENV)/.browser: $(VENV)/.installed tests/chromium.py
+	$(BIN)/python tests/chromium.py && touch $@
+
+docs: install
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+test: install browser
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-slow: install
+slow: install browser
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-gpu: install

@@ -44,6 +44,7 @@ def test_verbs():
         "analyze",
         "kernels",
         "quickstart",
+        "app",
     ]
 
 

@@ -28,6 +28,7 @@ VERBS = {
     "analyze": "analyze",
     "kernels": "kernels",
     "quickstart": "quickstart",
+    "app": "app",
 }
 
 
