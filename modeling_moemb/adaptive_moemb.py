@@ -4,13 +4,15 @@ The decoder asks the dial for a [`BlockDial`] before each block and for the surv
 for an item depends on the item alone, never on what shares its batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .compute_moemb import ComputeRecord
+from .gates_moemb import MoEMBGates
+from .gating_moemb import GateDial, GatePolicy, first_gate_block
 from .packing_moemb import PackedTokens
 from .pruning_moemb import TokenPruning, hashed, rank_in_groups
 from .routing_moemb import (
@@ -22,7 +24,7 @@ from .routing_moemb import (
     top_k_per_token,
     uniform_top_k,
 )
-from .settings_moemb import MODALITY_NAMES
+from .settings_moemb import MODALITY_NAMES, active_gates
 
 
 class BlockDial:
@@ -31,21 +33,35 @@ class BlockDial:
     Args:
         policies (`list[Callable[[Routing], Routing]]`): applied to the block's routing, in order.
         wants_attention (`bool`): whether the block shall report the attention its tokens receive.
+        gated (`Callable`, *optional*): applied before the policies, to the routing and the router's input.
+        mask (`torch.FloatTensor` of shape `(tokens,)`, *optional*): how much each token counts for the others' mixing.
 
     Attributes:
+        states (`torch.Tensor` of shape `(rows, hidden)`): the router's input.
         routing (`Routing`): the pairs that were run.
         beta (`torch.FloatTensor` of shape `(tokens, value_heads)`): write strengths, if the block has any.
         received (`torch.FloatTensor` of shape `(tokens,)`): attention received, if it was wanted.
     """
 
-    def __init__(self, policies: list[Callable[[Routing], Routing]], wants_attention: bool):
+    def __init__(
+        self,
+        policies: list[Callable[[Routing], Routing]],
+        wants_attention: bool,
+        gated: Callable[[Routing, Tensor], Routing] | None = None,
+        mask: Tensor | None = None,
+    ):
         self.policies = policies
         self.wants_attention = wants_attention
+        self.gated = gated
+        self.mask = mask
+        self.states: Tensor | None = None
         self.routing: Routing | None = None
         self.beta: Tensor | None = None
         self.received: Tensor | None = None
 
     def route(self, routing: Routing) -> Routing:
+        if self.gated is not None:
+            routing = self.gated(routing, self.states)
         for policy in self.policies:
             routing = policy(routing)
         self.routing = routing
@@ -63,6 +79,10 @@ class ComputeDial:
             when [`draws_random`], so that different items meet different draws.
         record (`bool`): whether to fill `self.record`.
         keep_beta (`bool`): whether to keep `(beta, packing)` of every Gated DeltaNet block in `self.betas`.
+        gates (`MoEMBGates`, *optional*): the model's gates.
+        gate_policy (`GatePolicy`, *optional*): decides for the gates in place of the budget's thresholds.
+        rollouts (`int` or `list[int]`): copies of each item from the first block on that a gate decides for.
+        size (`int`): entries of the padded batch, which tell the copies apart.
     """
 
     def __init__(
@@ -73,6 +93,10 @@ class ComputeDial:
         words: Tensor | None = None,
         record: bool = False,
         keep_beta: bool = False,
+        gates: MoEMBGates | None = None,
+        gate_policy: GatePolicy | None = None,
+        rollouts: int | Sequence[int] = 1,
+        size: int = 0,
     ):
         self.pruning = TokenPruning.from_settings(budget.get("token_pruning"))
         self.tier = budget.get("tiered_top_k")
@@ -83,6 +107,13 @@ class ComputeDial:
         device = packed.segment.device
         self.modes = _modes_tables(budget.get("modes"), text_config.num_hidden_layers, device)
         self.betas: list[tuple[Tensor, PackedTokens]] | None = [] if keep_beta else None
+        self.gates: GateDial | None = None
+        if gates is not None and active_gates(budget):
+            self.gates = GateDial(budget, gates, packed, gate_policy, text_config.num_hidden_layers - 1)
+        self.rollouts, self.size, self.replicate_at = rollouts, size, None
+        if rollouts != 1:
+            first = None if gates is None else first_gate_block(budget, gates.settings)
+            self.replicate_at = text_config.num_hidden_layers - 1 if first is None else first
         self.record: ComputeRecord | None = ComputeRecord.empty(text_config.num_experts, device) if record else None
 
         # of each token that is alive
@@ -97,6 +128,29 @@ class ComputeDial:
         self.token_experts: Tensor | None = None
         if len(set(self.experts)) > 1:
             self.token_experts = torch.tensor(self.experts, device=device)[self.modality]
+
+    def select(self, block: int, packed: PackedTokens, states: Tensor) -> tuple[PackedTokens, Tensor] | None:
+        """Which rows block number `block` sees, where that changes: rollouts begin here, or gates drop tokens.
+
+        Args:
+            block (`int`): the block.
+            packed (`PackedTokens`): the tokens alive so far.
+            states (`torch.Tensor` of shape `(tokens, hidden)`): their states.
+
+        Returns:
+            The new packing and its rows (`torch.LongTensor`) in the old one.
+        """
+        index = None
+        if block == self.replicate_at:
+            packed, index = packed.replicate(self.rollouts, self.size)
+            self.compact(index)
+            states = states[index.to(states.device)]
+        keep = None if self.gates is None else self.gates.survivors(block, packed, states)
+        if keep is not None:
+            packed, survivors = packed.compact(keep)
+            self.compact(survivors)
+            index = survivors if index is None else index[survivors]
+        return None if index is None else (packed, index)
 
     def begin(self, block: int, packed: PackedTokens, output_rows: Tensor | None) -> BlockDial:
         """What block number `block` shall do; with `output_rows` its experts see these rows alone."""
@@ -122,14 +176,21 @@ class ComputeDial:
         attention = self.pruning is not None and self.pruning.score == "attention"
         seen = [index for index, kind in enumerate(self.layer_types) if kind == "full_attention"]
         last_seen = max((index for index in seen if attention and index < self.pruning.layer), default=None)
-        return BlockDial(policies, block == last_seen)
+        if self.gates is None:
+            return BlockDial(policies, block == last_seen)
+
+        def gated(routing: Routing, states: Tensor) -> Routing:
+            return self.gates.route(block, packed, output_rows, routing, states)
+
+        return BlockDial(policies, block == last_seen, gated, self.gates.mask)
 
     def end(self, block: int, packed: PackedTokens, done: BlockDial, output_rows: Tensor | None) -> Tensor | None:
         """Take in what the block reports; the survivors (`torch.BoolTensor` `(tokens,)`) if tokens are dropped now."""
         home = packed.segment.device
         if self.record is not None:
             rows = slice(None) if output_rows is None else output_rows
-            self.record.add(packed, self.modality[rows], done.routing.expert_index.to(home), output_rows is not None)
+            self.record.add(packed, rows, done.routing.expert_index.to(home), output_rows is not None)
+            self.record.gate_macs = 0 if self.gates is None else self.gates.macs
         if done.beta is not None:
             if self.betas is not None:
                 self.betas.append((done.beta.to(home), packed))
@@ -137,13 +198,15 @@ class ComputeDial:
             self.beta_sum = mean if self.beta_sum is None else self.beta_sum + mean
         if done.received is not None:
             self.received = done.received.to(home)
-        if self.pruning is None or block + 1 != self.pruning.layer:
+        if self.pruning is None or self.pruning.score == "gate" or block + 1 != self.pruning.layer:
             return None
         score = {"beta": self.beta_sum, "attention": self.received, "random": self.key}.get(self.pruning.score)
         return self.pruning.keep(packed, score)
 
     def compact(self, index: Tensor) -> None:
-        """Keep the tokens at `index` (`torch.LongTensor`) alone."""
+        """Keep the tokens at `index` (`torch.LongTensor`) alone; it may name one several times."""
+        if self.gates is not None:
+            self.gates.gather(index)
         for name in ("modality", "is_pooled", "key", "beta_sum", "received", "tier_score", "token_experts"):
             tensor = getattr(self, name)
             if tensor is not None:

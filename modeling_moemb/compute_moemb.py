@@ -7,16 +7,17 @@ the attention that the `"attention"` control computes for its score, so that all
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .gates_moemb import keep_gate_macs
 from .packing_moemb import IMAGE, TEXT, VIDEO, PackedTokens
-from .pruning_moemb import TokenPruning
+from .pruning_moemb import TokenPruning, prunable
 from .routing_moemb import expert_budget, tiered_experts
-from .settings_moemb import validate_adaptive_compute
+from .settings_moemb import active_gates, validate_adaptive_compute
 
 
 @dataclass
@@ -32,6 +33,8 @@ class ComputeRecord:
         pooled_only (`bool`): whether the last block computed queries and experts for the pooled tokens alone.
         expert_load (`torch.LongTensor` of shape `(blocks, 3, experts)`, *optional*): the pairs by expert.
         prefix_of (`tuple[int, ...]`, *optional*): the prefix that each item continues, see [`PackedTokens`].
+        item_pairs (`list[torch.LongTensor]`): of each block, the pairs by segment, in the order of `lengths`.
+        gate_macs (`int`): multiply-accumulates of the gates.
     """
 
     lengths: list[list[int]]
@@ -41,6 +44,8 @@ class ComputeRecord:
     pooled_only: bool = False
     expert_load: Tensor | None = None
     prefix_of: tuple[int, ...] | None = None
+    item_pairs: list[Tensor] = field(default_factory=list)
+    gate_macs: int = 0
 
     @classmethod
     def empty(cls, num_experts: int, device: torch.device) -> "ComputeRecord":
@@ -48,16 +53,18 @@ class ComputeRecord:
         counts = torch.zeros(0, 3, dtype=torch.long, device=device)
         return cls([], counts, counts, [], False, counts.new_zeros(0, 3, num_experts))
 
-    def add(self, packed: PackedTokens, modality: Tensor, expert_index: Tensor, pooled_only: bool) -> None:
+    def add(self, packed: PackedTokens, rows: Tensor | slice, expert_index: Tensor, pooled_only: bool) -> None:
         """Take in one block, without a synchronisation with the device.
 
         Args:
             packed (`PackedTokens`): the tokens that its mixer saw.
-            modality (`torch.LongTensor` of shape `(rows,)`): of the rows that its experts saw.
+            rows (`torch.LongTensor` of shape `(rows,)`, or a slice): those that its experts saw.
             expert_index (`torch.LongTensor` of shape `(rows, slots)`): the experts they ran; others are skipped.
             pooled_only (`bool`): whether these rows are the pooled tokens alone.
         """
-        experts = self.expert_load.shape[-1]
+        experts, modality, segment = self.expert_load.shape[-1], packed.modality[rows], packed.segment[rows]
+        pairs = (expert_index < experts).sum(-1)
+        self.item_pairs.append(pairs.new_zeros(len(packed.lengths)).index_add(0, segment, pairs))
         load = self.expert_load.new_zeros(3 * (experts + 1))
         flat = (modality[:, None] * (experts + 1) + expert_index).flatten()
         load = load.scatter_add(0, flat, torch.ones_like(flat)).view(3, experts + 1)[:, :experts]
@@ -123,6 +130,7 @@ class Flops:
     router: int = 0
     experts: int = 0
     shared: int = 0
+    gates: int = 0
 
     @property
     def moe(self) -> int:
@@ -130,7 +138,7 @@ class Flops:
 
     @property
     def decoder(self) -> int:
-        return self.mixers + self.attention + self.moe
+        return self.mixers + self.attention + self.moe + self.gates
 
     @property
     def total(self) -> int:
@@ -170,6 +178,7 @@ class UnitMacs:
         delta_net += text.linear_conv_kernel_dim * (2 * key_dim + value_dim)
         delta_net += 4 * value_dim * text.linear_key_head_dim
         heads = text.num_attention_heads * head
+        shared = text.shared_expert_intermediate_size
         inner, merged = vision.hidden_size, vision.hidden_size * vision.spatial_merge_size**2
         patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return cls(
@@ -177,9 +186,9 @@ class UnitMacs:
             attention_queries=3 * width * heads,
             attention_keys=2 * width * text.num_key_value_heads * head,
             attention_pair=2 * heads,
-            router=width * text.num_experts,
+            router=width * text.num_experts if getattr(config, "feed_forward", "moe") == "moe" else 0,
             expert=3 * width * text.moe_intermediate_size,
-            shared=3 * width * text.shared_expert_intermediate_size + width,
+            shared=3 * width * shared + width if shared else 0,  # with its gate
             patch=patch_dim * inner + vision.depth * (4 * inner**2 + 2 * inner * vision.intermediate_size),
             patch_pair=2 * inner * vision.depth,
             merged=merged**2 + merged * vision.out_hidden_size,
@@ -219,6 +228,7 @@ def count_flops(config: Any, record: ComputeRecord) -> Flops:
         router=2 * unit.router * rows,
         experts=2 * unit.expert * int(record.expert_pairs.sum()),
         shared=2 * unit.shared * rows,
+        gates=2 * record.gate_macs,
     )
 
 
@@ -240,11 +250,18 @@ def record_of_shapes(
             `modes`, which decides by the weights.
 
     Raises:
-        ValueError: for a wrong budget, or for `modes` with a threshold and no `expert_pairs`.
+        ValueError: for a wrong budget, for `modes` with a threshold and no `expert_pairs`, and for gates that decide
+            how much is left by what they see.
     """
     text, merge = config.text_config, config.vision_config.spatial_merge_size
     given = config.adaptive_compute if adaptive_compute is None else adaptive_compute
-    budget = validate_adaptive_compute(given, text) or {}
+    gates = getattr(config, "gates", None)
+    budget = validate_adaptive_compute(given, text, gates) or {}
+    gated = active_gates(budget)
+    if "threshold" in (budget.get("token_pruning") or {}) or set(gated) - {"keep"}:
+        raise ValueError(
+            f"the gates {gated} decide by content: shapes do not tell how much is left, count a run instead"
+        )
     tau = (budget.get("modes") or {}).get("tau", 0)
     if expert_pairs is None and any(tau.values() if isinstance(tau, dict) else [tau]):
         raise ValueError("`modes` skips experts by their weights: shapes do not tell how many, pass `expert_pairs`")
@@ -258,13 +275,23 @@ def record_of_shapes(
         pooled = pooled_only and block == text.num_hidden_layers - 1
         each = [_pairs(alive, budget, block, text.num_experts_per_tok, pooled) for alive in counts]
         pairs.append([sum(column) for column in zip(*each)])
+    gate_macs = 0
+    if gated:
+        asked = sum(count for item in items for kind, count in _visual(item, merge) if kind in prunable(budget))
+        gate_macs = keep_gate_macs(text.hidden_size, gates["keep"]["width"]) * asked
     return ComputeRecord(
         lengths=lengths,
         tokens=torch.tensor(tokens),
         expert_pairs=torch.tensor(pairs) if expert_pairs is None else expert_pairs,
         grids=[grid for item in items for grid in item.grids],
         pooled_only=pooled_only,
+        gate_macs=gate_macs,
     )
+
+
+def _visual(item: ItemShape, merge: int) -> list[tuple[int, int]]:
+    images, frames = item.visual_tokens(merge)
+    return [(IMAGE, sum(images)), (VIDEO, sum(frames))]
 
 
 def _alive(item: ItemShape, merge: int, pruning: TokenPruning | None) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeExperts,
     Qwen3_5MoeSparseMoeBlock,
@@ -16,6 +16,7 @@ from .elementwise_moemb import sigmoid
 from .kernels_moemb import kernel
 from .linear_moemb import MoEMBMLP, gated_product, linear
 from .routing_moemb import Routing, route
+from .task_conditioning_moemb import MoEMBTaskRouter, RouterCondition
 
 
 def padded_counts(counts: Tensor) -> Tensor:
@@ -168,17 +169,34 @@ class MoEMBTopKRouter(Qwen3_5MoeTopKRouter):
 
 
 class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
-    """Router, routed experts and the gated shared expert; parameters as in transformers' class."""
+    """Router, routed experts and the gated shared expert; parameters as in transformers' class.
+
+    With `shared_expert_intermediate_size=0` there is no shared expert. [`add_task_router`] conditions the router.
+    """
 
     def __init__(self, config, experts_backend: str):
-        super().__init__(config)
+        shared = config.shared_expert_intermediate_size
+        if shared:
+            super().__init__(config)
+        else:
+            nn.Module.__init__(self)  # transformers' class would make a shared expert of no width
         self.gate = MoEMBTopKRouter(config)
         self.experts = MoEMBExperts(config, experts_backend)
-        self.shared_expert = MoEMBMLP(config, config.shared_expert_intermediate_size)
+        self.shared_expert = MoEMBMLP(config, shared) if shared else None
+        self.task_router: MoEMBTaskRouter | None = None
         self.top_k = config.num_experts_per_tok
 
+    def add_task_router(self, dim: int) -> None:
+        """Give the router its `U` for condition vectors of length `dim`; nothing changes while that is zero."""
+        weight = self.gate.weight
+        self.task_router = MoEMBTaskRouter(dim, weight.shape[0]).to(weight.device, weight.dtype)
+
     def forward(
-        self, hidden_states: Tensor, policy: Callable[[Routing], Routing] | None = None
+        self,
+        hidden_states: Tensor,
+        policy: Callable[[Routing], Routing] | None = None,
+        modality: Tensor | None = None,
+        condition: RouterCondition | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the block on `(tokens, hidden)` rows.
 
@@ -186,14 +204,20 @@ class MoEMBSparseMoeBlock(Qwen3_5MoeSparseMoeBlock):
             hidden_states (`torch.Tensor` of shape `(tokens, hidden)`): normed token states.
             policy (`Callable[[Routing], Routing]`, *optional*): which of the chosen pairs to run; it sees the routing
                 with fp32 weights, where a threshold is not blurred by the model's precision.
+            modality (`torch.LongTensor` of shape `(tokens,)`, *optional*): not looked at.
+            condition (`RouterCondition`, *optional*): what the tokens' routing is conditioned on.
 
         Returns:
             The block's output, and the router logits (`(tokens, num_experts)`, fp32).
         """
         router_logits = self.gate(hidden_states)
+        if condition is not None:
+            router_logits = router_logits + self.task_router(condition).to(router_logits.device)
         routing = route(router_logits, self.top_k, torch.float32)
         if policy is not None:
             routing = policy(routing)
         routed = self.experts(hidden_states, routing.expert_index, routing.weight)
+        if self.shared_expert is None:
+            return routed, router_logits
         shared = sigmoid(self.shared_expert_gate(hidden_states)) * self.shared_expert(hidden_states)
         return routed + shared, router_logits

@@ -7,53 +7,32 @@ Departures from transformers' `Qwen3_5MoeModel`, whose parameter names are kept:
 padding; an item's vector does not depend on its batch; there is no cache, because nothing is generated.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils import logging
 
 from .adaptive_moemb import ComputeDial, draws_random
-from .compute_moemb import ComputeRecord
 from .configuration_moemb import MoEMBConfig, validate_adaptive_compute
-from .decoder_moemb import DecoderOutput, MoEMBTextModel
+from .decoder_moemb import MoEMBTextModel
+from .gates_moemb import MoEMBGates, attach_gates
+from .gating_moemb import GatePolicy
+from .outputs_moemb import MoEMBOutput, model_output
 from .packing_moemb import IMAGE, TEXT, VIDEO, PackedTokens, pack_batch
 from .prefix_moemb import may_share, shared_packing
 from .pretrained_moemb import MoEMBPreTrainedModel
 from .pruning_moemb import fingerprints
+from .settings_moemb import without_gates
+from .task_conditioning_moemb import MoEMBTaskConditioning, router_condition, validate_task_conditioning
 from .vision_moemb import MoEMBVisionModel
 
 
-@dataclass
-class MoEMBOutput(ModelOutput):
-    """
-    Args:
-        last_hidden_state (`torch.FloatTensor` of shape `(batch, sequence, hidden)`, *optional*):
-            Final-normed token states, zero at padding and at dropped tokens. Absent with `pooled_only=True`; with
-            `packed_hidden=True` it has shape `(tokens, hidden)` instead.
-        pooler_output (`torch.FloatTensor` of shape `(items, hidden)`):
-            Final-normed state of each item's pooled token, not L2-normalised.
-        router_logits (`tuple(torch.FloatTensor)` of `(tokens, num_experts)`, *optional*):
-            fp32 logits of every decoder block over the packed tokens that are alive there (the last block only over
-            the pooled tokens when `pooled_only=True`).
-        hidden_states (`tuple(torch.FloatTensor)` of `(batch, sequence, hidden)`, *optional*):
-            Token states before each block and after the last one, zero at padding and at dropped tokens.
-        packed (`PackedTokens`, *optional*): the packing of the rows, with `packed_hidden=True`.
-        compute (`ComputeRecord`, *optional*): what was executed, with `output_compute=True`; see `count_flops`.
-        keep_mask (`torch.BoolTensor` of shape `(batch, sequence)`, *optional*): the tokens that were alive in the last
-            block, with `output_compute=True`.
-        beta (`tuple(torch.FloatTensor)` of `(batch, sequence, value_heads)`, *optional*): write strengths in every
-            Gated DeltaNet block, fp32, zero at padding and at dropped tokens, with `output_beta=True`.
-    """
+_FEED_FORWARD = re.compile(r"\.mlp\.(experts|gate_proj|up_proj|down_proj)\b")
 
-    last_hidden_state: torch.FloatTensor | None = None
-    pooler_output: torch.FloatTensor | None = None
-    router_logits: tuple[torch.FloatTensor, ...] | None = None
-    hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    packed: PackedTokens | None = None
-    compute: ComputeRecord | None = None
-    keep_mask: torch.BoolTensor | None = None
-    beta: tuple[torch.FloatTensor, ...] | None = None
+
+logger = logging.get_logger(__name__)
 
 
 class MoEMBModel(MoEMBPreTrainedModel):
@@ -69,24 +48,32 @@ class MoEMBModel(MoEMBPreTrainedModel):
     def __init__(self, config: MoEMBConfig):
         super().__init__(config)
         self.visual = MoEMBVisionModel(config.vision_config)
-        self.language_model = MoEMBTextModel(config.text_config, config.experts_backend)
+        self.language_model = MoEMBTextModel(config.text_config, config.experts_backend, config.feed_forward)
+        self.task_conditioning: MoEMBTaskConditioning | None = None
+        if config.task_conditioning is not None:
+            self.task_conditioning = MoEMBTaskConditioning(config, self.language_model.layers)
+        self.gates = None if config.gates is None else MoEMBGates(config.gates, config.text_config)
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
-        """Load a model, see `PreTrainedModel.from_pretrained`.
+        """Load a model, see `PreTrainedModel.from_pretrained`. Gates whose weights are missing are switched off.
 
         Raises:
             ValueError: if the checkpoint does not hold the routed experts in this model's layout, such as a stock
                 checkpoint with one tensor per expert: they would be left random.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        missing = sorted(key for key in info["missing_keys"] if ".mlp.experts." in key)
+        missing = sorted(key for key in info["missing_keys"] if _FEED_FORWARD.search(key))
         if missing:
             raise ValueError(
-                f"the checkpoint lacks {len(missing)} tensors of routed experts ({missing[0]}, ...): if it is a stock "
-                "Qwen3.5-MoE checkpoint, turn it into a MoEMB repository with `moemb convert --from DIR --to DIR`"
+                f"the checkpoint lacks {len(missing)} tensors of routed experts or the dense network ({missing[0]}): "
+                "if it is a stock Qwen3.5 checkpoint, make a repository of it with `moemb convert --from DIR --to DIR`"
             )
+        absent = sorted({key.split(".")[1] for key in info["missing_keys"] if key.startswith("gates.")})
+        if absent:
+            logger.warning(f"the checkpoint lacks weights of the gates {absent}: they are switched off")
+            model.remove_gates(absent)
         return (model, info) if output_loading_info else model
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -97,7 +84,41 @@ class MoEMBModel(MoEMBPreTrainedModel):
 
     def set_adaptive_compute(self, settings: dict | None) -> None:
         """Set the default compute budget of this model (`None`: full compute); saved with the configuration."""
-        self.config.adaptive_compute = validate_adaptive_compute(settings, self.config.text_config)
+        self.config.adaptive_compute = validate_adaptive_compute(settings, self.config.text_config, self.config.gates)
+
+    def add_gates(self, settings: dict) -> None:
+        """Give the model gates, untrained and without any effect; saved with it. See [`attach_gates`]."""
+        attach_gates(self, settings)
+
+    def remove_gates(self, kinds: list[str]) -> None:
+        """Take gates (`"keep"`, `"gradual"`, `"skip"`, `"null"`) and the parts of the budget that need them away."""
+        left = {kind: value for kind, value in (self.config.gates or {}).items() if kind not in kinds}
+        self.config.gates = left or None
+        self.config.adaptive_compute = without_gates(self.config.adaptive_compute, kinds)
+        if self.gates is not None:
+            self.gates.switch_off(kinds)
+            self.gates = self.gates if left else None
+
+    def add_task_conditioning(self, settings: dict) -> None:
+        """Condition the routers on the task of an item, by [`MoEMBTaskConditioning`]; saved with the model.
+
+        The vectors of the model do not change: what is added to the router logits starts at zero.
+
+        Args:
+            settings (`dict`): `{"kind": "id", "tasks": [names]}` for an embedding of each task, named by
+                `router_task` in `forward`, or `{"kind": "instruction"}` for one computed from the item's instruction;
+                `dim` (by default 64) is its length.
+
+        Raises:
+            ValueError: for wrong settings, a model without learned routers, or one that is conditioned already.
+        """
+        if self.config.task_conditioning is not None:
+            raise ValueError(f"the model is conditioned already: {self.config.task_conditioning}")
+        if self.config.feed_forward != "moe":
+            raise ValueError(f"task conditioning needs a router, but `feed_forward` is {self.config.feed_forward!r}")
+        self.config.task_conditioning = validate_task_conditioning(settings)
+        self.task_conditioning = MoEMBTaskConditioning(self.config, self.language_model.layers)
+        self.task_conditioning.initialise(self.get_input_embeddings().weight)
 
     def forward(
         self,
@@ -119,6 +140,11 @@ class MoEMBModel(MoEMBPreTrainedModel):
         output_compute: bool = False,
         output_beta: bool = False,
         share_prefixes: bool = True,
+        router_task: str | Sequence[str | None] | torch.LongTensor | None = None,
+        instruction_mask: Tensor | None = None,
+        gate_policy: GatePolicy | None = None,
+        rollouts: int | Sequence[int] = 1,
+        gate_inputs: Sequence[tuple[str, int, tuple[Tensor, ...]]] | None = None,
         return_dict: bool | None = None,
         output_attentions: bool | None = None,
         use_cache: bool | None = None,
@@ -154,6 +180,20 @@ class MoEMBModel(MoEMBPreTrainedModel):
             share_prefixes (`bool`, defaults to `True`): with `pooled_only`, in evaluation mode and without gradients,
                 compute leading text tokens that several items have in common once (same vectors). Has no effect when
                 something of every token is asked for, and with budgets that look at a whole item.
+            router_task (`str`, `list[str]` or `torch.LongTensor` of shape `(items,)`, *optional*): with a conditioning
+                by task id, the task of all items or of each, by name or number; unknown when `None`.
+            instruction_mask (`torch.Tensor` of shape `(batch, sequence)`, *optional*): with a conditioning by
+                instruction, nonzero at its tokens; made by the processor.
+            gate_policy (`Callable[[GateQuery], GateDecision | torch.Tensor | None]`, *optional*): decides for the
+                gates of the budget in place of their thresholds: what `True` names is removed, and floats weight what
+                is kept; see [`GateDecision`].
+            rollouts (`int` or `list[int]`, defaults to 1): with `pooled_only`, lay every item out so many times (or
+                each its own number of times) from the first block on that a gate of the budget decides for, so that
+                `gate_policy` can decide differently for each; what comes before is computed once. Rows of
+                `pooler_output`, and of `keep_mask` for a padded batch, are then the rollouts of the first item, those
+                of the second one, and so on; the `source` of a token in copy `g` is raised by `g * batch * sequence`.
+            gate_inputs (`list[tuple[str, int, tuple[torch.Tensor]]]`, *optional*): kind, block and inputs of gates, as
+                queries held them: only `gate_logits` is computed from them, differentiably.
             output_attentions (`bool`, *optional*): attention weights are never formed; `True` is refused.
             use_cache (`bool`, *optional*): nothing is generated; without effect.
             cu_seq_lens_k, max_length_q, max_length_k, seq_idx (*optional*): come with `cu_seq_lens_q` from
@@ -162,6 +202,10 @@ class MoEMBModel(MoEMBPreTrainedModel):
         Raises:
             ValueError: for inputs that would silently embed something else; names the item and the remedy.
         """
+        if gate_inputs is not None:
+            return MoEMBOutput(gate_logits=[self.gates.logits(*given) for given in gate_inputs])
+        if rollouts != 1 and (not pooled_only or output_hidden_states or output_beta):
+            raise ValueError("`rollouts` needs `pooled_only=True`, and goes without hidden states and beta")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
         if output_attentions:
@@ -185,64 +229,33 @@ class MoEMBModel(MoEMBPreTrainedModel):
         self._check_pooled(input_ids, packed)
 
         given = self.config.adaptive_compute if adaptive_compute is None else adaptive_compute
-        budget = validate_adaptive_compute(given, self.config.text_config) or {}
+        budget = validate_adaptive_compute(given, self.config.text_config, self.config.gates) or {}
         pooled_last = pooled_only and not output_hidden_states
         if output_router_logits is None:
             output_router_logits = self.config.text_config.output_router_logits
         whole = packed
         asked = position_ids is not None or output_router_logits or packed_hidden or output_beta
+        condition = router_condition(self.task_conditioning, embeddings, packed, router_task, instruction_mask)
+        # the routing of a prefix would depend on the item it belongs to
+        asked |= condition is not None or gate_policy is not None or rollouts != 1
         if share_prefixes and pooled_last and not asked and may_share(budget):
             hidden_states, packed = self._shared(hidden_states, packed, input_ids)
         dial = None
-        if budget or output_compute or output_beta:
+        if budget or output_compute or output_beta or rollouts != 1:
             words = None
             if draws_random(budget):
                 words = self._words(embeddings if input_ids is None else input_ids, packed, pixels)
-            dial = ComputeDial(budget, self.config.text_config, packed, words, output_compute, output_beta)
-        decoded = self.language_model(hidden_states, packed, dial, pooled_last, bool(output_hidden_states))
-        output = self._output(decoded, dial, whole, modality.shape, pooled_only, pooled_last, packed_hidden)
+            gated = (self.gates, gate_policy, rollouts, modality.numel())
+            dial = ComputeDial(budget, self.config.text_config, packed, words, output_compute, output_beta, *gated)
+        decoded = self.language_model(hidden_states, packed, dial, pooled_last, bool(output_hidden_states), condition)
+        shown = (pooled_only, pooled_last, packed_hidden, rollouts)
+        output = model_output(decoded, dial, whole, modality.shape, *shown)
         if output.compute is not None:
             present = [grid for grid in grids.values() if grid is not None]
             output.compute.grids = [tuple(row) for grid in present for row in grid.tolist()]
         if output_router_logits:
             output.router_logits = tuple(decoded.router_logits)
         return output.to_tuple() if return_dict is False else output
-
-    def _output(
-        self,
-        decoded: DecoderOutput,
-        dial: ComputeDial | None,
-        whole: PackedTokens,
-        shape: tuple[int, int],
-        pooled_only: bool,
-        pooled_last: bool,
-        packed_hidden: bool,
-    ) -> MoEMBOutput:
-        """What the caller sees, on the padded batch of `shape`.
-
-        `whole` is the packing of all tokens; `pooled_last`: the last block ran for the pooled ones alone.
-        """
-        packed, final = decoded.packed, decoded.final
-        last_hidden_state = hidden_states = keep_mask = None
-        if not pooled_only:
-            last_hidden_state = final if packed_hidden else packed.unpack(final, *shape)
-        if decoded.states:
-            hidden_states = tuple(rows.unpack(state, *shape) for state, rows in [*decoded.states, (final, packed)])
-        record = None if dial is None else dial.record
-        if record is not None:
-            keep_mask = torch.zeros(shape, dtype=torch.bool, device=packed.source.device)
-            keep_mask.view(-1)[packed.source] = True
-            keep_mask.view(-1)[whole.source] |= whole.modality == TEXT  # never dropped; shared text stands there once
-        betas = None if dial is None else dial.betas
-        return MoEMBOutput(
-            last_hidden_state=last_hidden_state,
-            pooler_output=final if pooled_last else final[packed.last_rows],
-            hidden_states=hidden_states,
-            packed=packed if packed_hidden else None,
-            compute=record,
-            keep_mask=keep_mask,
-            beta=None if betas is None else tuple(rows.unpack(beta, *shape) for beta, rows in betas),
-        )
 
     def get_image_features(self, pixel_values: Tensor, image_grid_thw: torch.LongTensor) -> Tensor:
         """Merged vision tokens of images, `(tokens, hidden)`."""

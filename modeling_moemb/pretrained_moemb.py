@@ -11,13 +11,16 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 )
 
 from .configuration_moemb import MoEMBConfig
+from .gates_moemb import init_gates
+from .task_conditioning_moemb import MoEMBTaskRouter
 
 
 class MoEMBPreTrainedModel(Qwen3_5MoePreTrainedModel):
     config: MoEMBConfig
     config_class = MoEMBConfig
     base_model_prefix = "model"
-    _no_split_modules = ["MoEMBDecoderLayer", "MoEMBVisionBlock"]
+    _no_split_modules = ["MoEMBDecoderLayer", "MoEMBVisionBlock", "MoEMBGates"]
+    _keep_in_fp32_modules_strict = ["gates"]
     _can_record_outputs = {}
     _can_compile_fullgraph = False
     _is_stateful = False
@@ -29,10 +32,13 @@ class MoEMBPreTrainedModel(Qwen3_5MoePreTrainedModel):
         # that own no parameter themselves: the routers would stay at zero
         if isinstance(module, Qwen3_5MoeTopKRouter):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, MoEMBTaskRouter):
+            init.zeros_(module.weight)
         # transformers' ones are a placeholder for a checkpoint's values: with them nearly every head forgets all but
         # the present token, and a model trained from scratch cannot learn to remember
         if isinstance(module, Qwen3_5MoeGatedDeltaNet):
             init.copy_(module.dt_bias, decay_bias(module.num_v_heads).to(module.dt_bias.device))
+        init_gates(module)
 
 
 def decay_bias(num_heads: int) -> torch.Tensor:

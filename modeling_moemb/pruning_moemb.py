@@ -34,7 +34,7 @@ class TokenPruning:
         amount (`dict[int, Fraction | int]`): what to keep of each modality that is pruned (1 image, 2 video): a
             fraction, rounded up, or a number of tokens.
         per_image (`bool`): whether each image and each video frame is ranked on its own.
-        score (`str`): `"beta"`, `"attention"`, `"random"` or `"uniform"`.
+        score (`str`): `"beta"`, `"attention"`, `"random"`, `"uniform"` or `"gate"`.
     """
 
     layer: int
@@ -44,8 +44,8 @@ class TokenPruning:
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any] | None) -> "TokenPruning | None":
-        """From validated settings; `None` when there is nothing that could be dropped."""
-        if settings is None:
+        """From validated settings; `None` when there is nothing that could be dropped by rank."""
+        if settings is None or "threshold" in settings:
             return None
         amount = settings["keep"] if "keep" in settings else settings["budget"]
         if not isinstance(amount, dict):
@@ -92,6 +92,14 @@ class TokenPruning:
         if amount is None:
             return sum(sizes)
         return sum(kept_count(size, amount) for size in (sizes if self.per_image else [sum(sizes)]))
+
+
+def prunable(budget: dict[str, Any]) -> list[int]:
+    """The modalities (1 image, 2 video) that the `token_pruning` of a budget is about."""
+    pruning = budget["token_pruning"]
+    amount = next(pruning[key] for key in ("keep", "budget", "threshold") if key in pruning)
+    names = amount if isinstance(amount, dict) else pruning.get("modalities") or VISUAL
+    return [VISUAL[name] for name in names]
 
 
 def kept_count(size: Any, amount: Fraction | int) -> Any:
@@ -193,4 +201,12 @@ def fingerprints(rows: Tensor) -> Tensor:
     return (rows.long() * (2 * places + 1)).sum(1)
 
 
-__all__ = ["TokenPruning", "attention_weights", "hashed", "kept_count", "rank_in_groups", "received_attention"]
+__all__ = [
+    "TokenPruning",
+    "attention_weights",
+    "hashed",
+    "kept_count",
+    "prunable",
+    "rank_in_groups",
+    "received_attention",
+]

@@ -25,16 +25,28 @@ class Routing:
             Weight of each slot's expert output; 0 in skipped slots.
         num_experts (`int`):
             Number of routed experts, hence also the sentinel.
+        logits (`torch.FloatTensor` of shape `(tokens, num_experts)`, *optional*):
+            The router's logits, before any policy.
     """
 
     expert_index: Tensor
     weight: Tensor
     num_experts: int
+    logits: Tensor | None = None
 
     @property
     def skipped(self) -> Tensor:
         """`torch.BoolTensor` of shape `(tokens, slots)`: the slots that run no expert."""
         return self.expert_index == self.num_experts
+
+    def take(self, rows: Tensor) -> "Routing":
+        """The routing of some tokens, `torch.LongTensor` of shape `(rows,)`."""
+        return Routing(self.expert_index.index_select(0, rows), self.weight.index_select(0, rows), self.num_experts)
+
+    def put(self, rows: Tensor, other: "Routing") -> "Routing":
+        """With another routing for some tokens, `torch.LongTensor` of shape `(rows,)`."""
+        index = self.expert_index.index_copy(0, rows, other.expert_index)
+        return Routing(index, self.weight.index_copy(0, rows, other.weight.to(self.weight)), self.num_experts)
 
     def skip(self, slots: Tensor) -> "Routing":
         """Skip the slots where `slots` (`torch.BoolTensor` of shape `(tokens, slots)`) is true; no renormalisation."""
@@ -54,11 +66,22 @@ def route(router_logits: Tensor, top_k: int, dtype: torch.dtype) -> Routing:
     run = kernel("top_k_router", router_logits)
     if run is not None:
         expert_index, weight = run(router_logits, top_k)
-        return Routing(expert_index, weight.to(dtype), router_logits.shape[-1])
+        return Routing(expert_index, weight.to(dtype), router_logits.shape[-1], router_logits)
     probabilities = torch.softmax(router_logits.float(), dim=-1)
     weight, expert_index = torch.topk(probabilities, top_k, dim=-1)
     weight = weight / weight.sum(dim=-1, keepdim=True)
-    return Routing(expert_index, weight.to(dtype), router_logits.shape[-1])
+    return Routing(expert_index, weight.to(dtype), router_logits.shape[-1], router_logits)
+
+
+def fixed_routing(expert: Tensor, num_experts: int) -> Routing:
+    """Each token to one given expert with weight 1 (fp32).
+
+    Args:
+        expert (`torch.LongTensor` of shape `(tokens,)`): the expert of each token.
+        num_experts (`int`): number of experts.
+    """
+    weight = torch.ones(len(expert), 1, dtype=torch.float32, device=expert.device)
+    return Routing(expert[:, None], weight, num_experts)
 
 
 def uniform_top_k(routing: Routing, top_k: int) -> Routing:
@@ -152,6 +175,7 @@ def _rank(key: Tensor, skipped: Tensor) -> Tensor:
 __all__ = [
     "Routing",
     "expert_budget",
+    "fixed_routing",
     "random_top_k",
     "route",
     "skip_below_threshold",
