@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from .items_moemb import CANONICAL_ORDER, ItemError, Part, Turn, as_batch, clean_text, parse_item
 from .media_moemb import BACKGROUND, MediaError, load_image, refuse_remote
 from .patches_moemb import PatchCutter, patchify, pixel_bounds
-from .template_moemb import EMB_TOKEN, ItemTemplate
+from .template_moemb import EMB_TOKEN, END_OF_TURN, ItemTemplate
 from .video_moemb import FrameSampling, VideoClip, load_video
 
 
@@ -26,6 +26,8 @@ DEFAULT_EMBEDDING = {
     "bare_frames_fps": 24.0,
     "video_timestamps": True,
 }
+# What a repository may settle besides; absent unless it is needed.
+OPTIONAL_EMBEDDING = ("instruction_mask",)
 
 
 class MoEMBProcessor(Qwen3VLProcessor):
@@ -47,7 +49,8 @@ class MoEMBProcessor(Qwen3VLProcessor):
         chat_template (`str`):
             Jinja template that ends with `<emb>`.
         embedding (`dict`, *optional*):
-            Conventions of the repository, see `DEFAULT_EMBEDDING`; saved in `processor_config.json`.
+            Conventions of the repository, see `DEFAULT_EMBEDDING`; saved in `processor_config.json`. With
+            `instruction_mask` true, for models that are conditioned on the instruction, its tokens are marked.
         allow_remote_media (`bool`, *optional*, defaults to `False`):
             Whether http(s) URLs under `image` and `video` may be fetched. Never read from or saved to a repository.
     """
@@ -63,7 +66,7 @@ class MoEMBProcessor(Qwen3VLProcessor):
         **kwargs,
     ):
         super().__init__(image_processor, tokenizer, video_processor, chat_template=chat_template, **kwargs)
-        unknown = sorted(set(embedding or {}) - set(DEFAULT_EMBEDDING))
+        unknown = sorted(set(embedding or {}) - set(DEFAULT_EMBEDDING) - set(OPTIONAL_EMBEDDING))
         if unknown:
             raise ValueError(f"unknown conventions {unknown}: known are {sorted(DEFAULT_EMBEDDING)}")
         self.embedding = {**DEFAULT_EMBEDDING, **(embedding or {})}
@@ -136,7 +139,8 @@ class MoEMBProcessor(Qwen3VLProcessor):
             `BatchFeature`: `input_ids`, `attention_mask` and `mm_token_type_ids` (0 text, 1 image, 2 video), int64
             `[B, T]`, padded on the tokenizer's side; where there are images, `pixel_values` float32 `[patches,
             values]` and `image_grid_thw` int64 `[images, 3]`; where there are videos, `pixel_values_videos` and
-            `video_grid_thw`.
+            `video_grid_thw`; with the convention `instruction_mask`, `instruction_mask` int64 `[B, T]`, 1 at the
+            tokens of a leading system turn.
 
         Raises:
             ItemError: an item cannot be embedded; the message starts with `item <index>:`.
@@ -166,10 +170,11 @@ class MoEMBProcessor(Qwen3VLProcessor):
         sampling = self.frame_sampling(num_frames, fps)
         pictures: list[np.ndarray] = []
         clips: list[np.ndarray] = []
-        layouts = []
+        layouts, instructed = [], []
         for item, index in zip(items, indices, strict=True):
             try:
                 turns = self._turns(item, instruction)
+                instructed.append(turns[0].role == "system")
                 layouts.append(self._lay_out(turns, cutter, sampling, pictures, clips))
             except (ItemError, MediaError) as error:
                 raise ItemError(f"item {index}: {error}") from error
@@ -178,6 +183,8 @@ class MoEMBProcessor(Qwen3VLProcessor):
         limit = max_length if max_length is not None else self.tokenizer.model_max_length
         limit = None if limit is None or limit > 10**9 else int(limit)
         features = self._pad(self.template.tokenize(layouts, limit, indices))
+        if self.embedding.get("instruction_mask"):
+            features["instruction_mask"] = self._instruction_mask(features, instructed)
         if pictures:
             features["pixel_values"], features["image_grid_thw"] = cutter.cut_images(pictures)
         if clips:
@@ -324,6 +331,14 @@ class MoEMBProcessor(Qwen3VLProcessor):
         ids[mask] = torch.tensor([token for row in rows for token in row])
         types = (ids == self.image_token_id).long() + 2 * (ids == self.video_token_id).long()
         return {"input_ids": ids, "attention_mask": mask.long(), "mm_token_type_ids": types}
+
+    def _instruction_mask(self, features: dict[str, torch.Tensor], instructed: list[bool]) -> torch.Tensor:
+        """1 at the tokens before the first end of a turn, in the items that begin with a system turn."""
+        end = self.template.end_of_turn_id
+        if end is None:
+            raise ValueError(f"instructions cannot be marked: the tokenizer has no {END_OF_TURN}, which ends them")
+        before = (features["input_ids"] == end).cumsum(1) == 0
+        return (before & features["attention_mask"].bool() & torch.tensor(instructed)[:, None]).long()
 
     def to_dict(self) -> dict[str, Any]:
         # The parent deep-copies every attribute, and the compiled template holds a second tokenizer.

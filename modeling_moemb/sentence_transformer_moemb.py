@@ -24,6 +24,7 @@ from .items_moemb import as_batch
 
 # Set while only vectors are wanted: the last block then computes the pooled tokens alone. One value per thread.
 _POOLED_ONLY: ContextVar[bool] = ContextVar("pooled_only", default=False)
+FORWARD_KWARGS = ["adaptive_compute", "router_task"]  # that `encode` hands to the model
 _OVERRIDES = {"text": ("max_length",), "image": ("min_pixels", "max_pixels"), "video": ("num_frames", "fps")}
 
 
@@ -239,7 +240,7 @@ def complete_saved_code(folder: Path) -> None:
     listed = json.loads(modules.read_text(encoding="utf-8"))
     for module in listed:
         if module["type"].endswith(f"{own.stem}.{MoEMBTransformer.__name__}"):
-            module |= {"type": f"{own.stem}.{MoEMBTransformer.__name__}", "kwargs": ["adaptive_compute"]}
+            module |= {"type": f"{own.stem}.{MoEMBTransformer.__name__}", "kwargs": FORWARD_KWARGS}
     modules.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
 
 

@@ -18,6 +18,7 @@ from .items_moemb import ItemError, Turn
 
 
 EMB_TOKEN = "<emb>"
+END_OF_TURN = "<|im_end|>"
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _MARK = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 
@@ -62,6 +63,7 @@ class ItemTemplate:
         if missing:
             raise ValueError(f"the tokenizer lacks the special tokens {missing}: add them before making a processor")
         self.emb_id = names[EMB_TOKEN]
+        self.end_of_turn_id: int | None = names.get(END_OF_TURN)
         self.media_ids = {kind: names[token] for kind, token in media_tokens.items()}
         self._ids = names
         marks = {token for token in names if _MARK.fullmatch(token) and token in chat_template}

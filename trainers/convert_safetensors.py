@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +57,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes of a new tensor: a range of a stored one, or the `literal` bytes themselves."""
+    """Bytes of a new tensor: a range of a stored one, the `literal` bytes themselves, or `blocks` to compute."""
 
     num_bytes: int
     file: Path | None = None
     offset: int = 0
     literal: bytes = b""
+    blocks: Callable[[], Iterator[bytes]] | None = None
 
 
 @dataclass(frozen=True)
@@ -215,14 +216,31 @@ def mean_row(tensor: StoredTensor, num_rows: int) -> np.ndarray:
         `np.ndarray` of shape `(columns,)`, fp64.
     """
     total = np.zeros(tensor.shape[1])
+    for block in row_blocks(tensor, 0, num_rows):
+        total += decode(block, tensor.dtype).reshape(-1, tensor.shape[1]).sum(axis=0, dtype=np.float64)
+    return total / num_rows
+
+
+def row_blocks(tensor: StoredTensor, start: int, stop: int) -> Iterator[bytes]:
+    """Rows `start` to `stop` of a stored tensor, some whole rows at a time."""
     step = max(1, BLOCK_BYTES // tensor.row_bytes)
     with open(tensor.file, "rb") as file:
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            file.seek(tensor.offset + start * tensor.row_bytes)
-            block = decode(_read_exactly(file, (stop - start) * tensor.row_bytes, tensor.file), tensor.dtype)
-            total += block.reshape(stop - start, -1).sum(axis=0, dtype=np.float64)
-    return total / num_rows
+        file.seek(tensor.offset + start * tensor.row_bytes)
+        for first in range(start, stop, step):
+            yield _read_exactly(file, (min(first + step, stop) - first) * tensor.row_bytes, tensor.file)
+
+
+def column_blocks(tensor: StoredTensor, start: int, stop: int) -> Iterator[bytes]:
+    """Columns `start` to `stop` of a stored matrix, of some whole rows at a time. Only their pages are read."""
+    size, count = ITEM_SIZE[tensor.dtype], tensor.shape[0]
+    step = max(1, BLOCK_BYTES // tensor.row_bytes)
+    for first in range(0, count, step):
+        shape = (min(step, count - first), tensor.row_bytes)
+        try:
+            mapped = np.memmap(tensor.file, np.uint8, "r", tensor.offset + first * tensor.row_bytes, shape)
+        except ValueError:
+            raise ConversionError(f"{tensor.file} became shorter while it was read; was it changed?") from None
+        yield mapped[:, start * size : stop * size].tobytes()
 
 
 def decode(data: bytes, dtype: str) -> np.ndarray:
@@ -231,7 +249,7 @@ def decode(data: bytes, dtype: str) -> np.ndarray:
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     names = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
     if dtype not in names:
-        raise ConversionError(f"an embedding table of type {dtype} cannot be averaged; convert the bf16 checkpoint")
+        raise ConversionError(f"weights of type {dtype} cannot be averaged or scaled; convert the bf16 checkpoint")
     array = np.frombuffer(data, names[dtype])
     return array.astype(np.float32) if dtype == "F16" else array
 
@@ -273,6 +291,11 @@ def write_shard(path: Path, tensors: Iterable[PlannedTensor], on_bytes: Callable
 
 
 def _copy(segment: Segment, out, on_bytes: Callable[[int], None]) -> None:
+    if segment.blocks is not None:
+        for block in segment.blocks():
+            out.write(block)
+            on_bytes(len(block))
+        return
     if segment.file is None:
         out.write(segment.literal)
         on_bytes(segment.num_bytes)

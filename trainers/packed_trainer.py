@@ -183,8 +183,11 @@ class PackedTrainer(Trainer):
     def router_loss(self, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Weighted load-balancing and z-loss of all blocks; records them and the load of the experts.
 
-        The last block may have logits of the pooled rows alone; they are balanced like the others.
+        The last block may have logits of the pooled rows alone; they are balanced like the others. A model without
+        learned routers has none: its loss is 0.
         """
+        if not router_logits:
+            return torch.zeros((), device=self.model.device)
         top_k = self.model.config.text_config.num_experts_per_tok
         balance, z = load_balancing_loss(router_logits, top_k), router_z_loss(router_logits)
         busiest, idlest = expert_load(router_logits, top_k)

@@ -30,7 +30,12 @@ class PretrainConfig(PackedTrainingConfig):
         hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`): The decoder.
         linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim (`int`):
             The Gated DeltaNet blocks; three of four blocks.
+        feed_forward (`str`, *optional*, defaults to `"moe"`):
+            `"moe"`, or without a learned router `"dense"` or `"modality"` (see `MoEMBConfig`).
         num_experts, num_experts_per_tok, moe_intermediate_size, shared_expert_intermediate_size (`int`): The experts.
+        intermediate_size (`int`, *optional*, defaults to 480):
+            Width of the network with `"dense"`, and of each of the three with `"modality"`; the default computes as
+            much for a token as the default experts.
         mrope_section (`list[int]`): Rotary frequencies for time, height and width; sums to
             `head_dim * partial_rotary_factor / 2`.
         vision_depth, vision_hidden_size, vision_heads, vision_intermediate_size, patch_size (`int`): The vision tower.
@@ -57,6 +62,8 @@ class PretrainConfig(PackedTrainingConfig):
     linear_num_value_heads: int = field(default=8, metadata={"help": "Value heads of Gated DeltaNet."})
     linear_key_head_dim: int = field(default=32, metadata={"help": "Key head size of Gated DeltaNet."})
     linear_value_head_dim: int = field(default=32, metadata={"help": "Value head size of Gated DeltaNet."})
+    feed_forward: str = field(default="moe", metadata={"help": "moe, dense or modality."})
+    intermediate_size: int = field(default=480, metadata={"help": "Width of the network without a learned router."})
     num_experts: int = field(default=16, metadata={"help": "Routed experts."})
     num_experts_per_tok: int = field(default=4, metadata={"help": "Routed experts per token."})
     moe_intermediate_size: int = field(default=96, metadata={"help": "Width of a routed expert."})

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from modeling_moemb import MoEMBConfig, MoEMBModel
+from modeling_moemb.configuration_moemb import FIXED_ROUTERS
 
 from .data import BatchEncoder, PictureShape, Sample
 from .documents import DocumentSource, language_batch
@@ -53,7 +54,12 @@ def build_config(args: PretrainConfig, tokenizer) -> MoEMBConfig:
             "initializer_range",
         )
     }  # fmt: skip
+    if args.feed_forward in FIXED_ROUTERS:
+        experts, per_token, shared = FIXED_ROUTERS[args.feed_forward]
+        text |= {"num_experts": experts, "num_experts_per_tok": per_token, "shared_expert_intermediate_size": shared}
+        text["moe_intermediate_size"] = args.intermediate_size
     return MoEMBConfig(
+        feed_forward=args.feed_forward,
         text_config={
             **text,
             "vocab_size": len(tokenizer),

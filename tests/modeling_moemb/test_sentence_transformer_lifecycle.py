@@ -36,7 +36,7 @@ class TestLifecycle:
             for name in ("modules.json", "config_sentence_transformers.json")
         )
         assert first[0]["type"] == "sentence_transformer_moemb.MoEMBTransformer"
-        assert first[0]["kwargs"] == ["adaptive_compute"]
+        assert first[0]["kwargs"] == ["adaptive_compute", "router_task"]
         assert second["model_type"] == "SentenceTransformer" and "transformers" in second["requirements"]
 
     def test_changed_prompts_are_saved_for_both_routes(self, repository, tmp_path):

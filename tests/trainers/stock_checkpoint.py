@@ -1,4 +1,4 @@
-"""Stock Qwen3.5-MoE checkpoints, as transformers saves them, small enough for tests."""
+"""Stock Qwen3.5 checkpoints, dense and of experts, as transformers saves them, small enough for tests."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
     Qwen3VLProcessor,
@@ -84,11 +86,37 @@ def save_stock_checkpoint(
         dtype (`torch.dtype`, *optional*): of the weights.
         shard (`str`, *optional*): largest file.
     """
+    model = _lively(Qwen3_5MoeForConditionalGeneration, config, dtype)
+    model.save_pretrained(folder, max_shard_size=shard, save_original_format=not packed)
+    stock_processor().save_pretrained(folder)
+    return model
+
+
+def dense_config(settings: dict, width: int, vocab_size: int = VOCABULARY) -> Qwen3_5Config:
+    """[`stock_config`] of a dense model whose networks have `width` channels."""
+    settings = stock_config(settings, vocab_size).to_dict()
+    text = {k: v for k, v in settings["text_config"].items() if "expert" not in k and "router" not in k}
+    text.pop("moe_intermediate_size")
+    text |= {"model_type": "qwen3_5_text", "intermediate_size": width}
+    settings["vision_config"]["model_type"] = "qwen3_5_vision"
+    return Qwen3_5Config(**settings | {"model_type": "qwen3_5", "text_config": text})
+
+
+def save_dense_checkpoint(
+    folder: Path, config: Qwen3_5Config, *, dtype=torch.float32, shard: str = "200KB"
+) -> Qwen3_5ForConditionalGeneration:
+    """Save a stock dense checkpoint and its processor; see [`save_stock_checkpoint`]. Returns the model."""
+    model = _lively(Qwen3_5ForConditionalGeneration, config, dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    stock_processor().save_pretrained(folder)
+    return model
+
+
+def _lively(model_class, config, dtype):
+    """A random model in which every path matters to the output."""
     torch.manual_seed(1)
-    model = Qwen3_5MoeForConditionalGeneration(config).to(dtype).eval()
+    model = model_class(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter * 2 if parameter.dim() > 1 else parameter + torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder, max_shard_size=shard, save_original_format=not packed)
-    stock_processor().save_pretrained(folder)
     return model
