@@ -130,10 +130,10 @@ def best_stock(
         progress (`Callable[[str], None]`, *optional*): is told what runs.
 
     Returns:
-        The choice, and the seconds of every candidate (`None`: given up, slower than the best, or did not fit).
+        The choice, and the seconds of every candidate (`None`: given up as too slow, or did not fit).
     """
     sizes = [size for size in batch_sizes if size <= len(items)] or [1]
-    best, fastest, tried = None, float("inf"), {}
+    fastest, tried, finished_in = float("inf"), {}, {}
     few = [items[place] for place in by_length(items)[-2:]]
     for backend in backends:  # what is loaded and compiled on first use is nobody's speed
         run(few, StockChoice(backend, 2), lambda: False)
@@ -153,12 +153,21 @@ def best_stock(
             if finished is None:
                 continue
             seconds = time.perf_counter() - start
-            tried[str(choice)] = seconds
-            if seconds < fastest:
-                best, fastest = choice, seconds
-    if best is None:
+            tried[str(choice)] = finished_in[choice] = seconds
+            fastest = min(fastest, 1.2 * seconds)
+    if not finished_in:
         raise RuntimeError("transformers' model ran with none of its back-ends and batch sizes")
-    return best, tried
+    return _fastest_again(items, run, finished_in, tried, progress), tried
+
+
+def _fastest_again(items, run, finished_in: dict[StockChoice, float], tried, progress) -> StockChoice:
+    """The three fastest once more: one noisy run must not choose the peer. Keeps the lesser time of each."""
+    for choice in sorted(finished_in, key=finished_in.get)[:3]:
+        progress(f"{choice}, again")
+        start = time.perf_counter()
+        run(items, choice, lambda: False)
+        tried[str(choice)] = finished_in[choice] = min(finished_in[choice], time.perf_counter() - start)
+    return min(finished_in, key=finished_in.get)
 
 
 def agreement(ours: Tensor, theirs: Tensor) -> dict[str, float]:

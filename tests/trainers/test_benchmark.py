@@ -98,6 +98,22 @@ def test_the_best_way_to_run_stock_is_found_and_slow_ones_are_given_up(pair, ite
     assert tried[str(StockChoice("batched_mm", 4))] is None and tried[str(StockChoice("grouped_mm", 1))] is None
 
 
+def test_one_noisy_run_does_not_choose_the_peer(pair, items, monkeypatch):
+    from moemb.trainers import benchmark_peers
+
+    now, first = [0.0], set()
+    monkeypatch.setattr(benchmark_peers.time, "perf_counter", lambda: now[0])
+
+    def run(some, choice, stop):
+        disturbed = choice.backend == "grouped_mm" and choice not in first and len(some) > 2
+        now[0] += 1.1 if disturbed else 0.8 if choice.backend == "grouped_mm" else 1.0
+        first.add(choice) if len(some) > 2 else None
+        return True
+
+    best, tried = best_stock(items, pair.stock, run, backends=("eager", "grouped_mm"), batch_sizes=(4,))
+    assert best.backend == "grouped_mm" and tried[str(best)] == pytest.approx(0.8)
+
+
 def test_stock_that_never_runs_is_an_error(pair, items):
     def run(some, choice, stop):
         if len(some) > 2:
