@@ -228,11 +228,12 @@ class ActionReplay(ActionPolicy):
 
     def __init__(self, keys, exploration, completions: Tensor, begin: Tensor | None = None):
         super().__init__(keys, exploration, begin)
-        self.completions = completions
+        self.completions = F.pad(completions, (0, 1))  # a place to read from, should there be more gates than actions
 
     def decide(self, query, log_odds: Tensor, place: Tensor) -> Tensor:
         places = place[:, None] + torch.arange(log_odds.shape[1], device=place.device)
-        return self.completions[query.segment[:, None], places] == 1
+        last = self.completions.shape[1] - 1
+        return self.completions[query.segment[:, None], places.clamp_max(last)] == 1
 
 
 @dataclass
