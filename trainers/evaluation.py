@@ -32,7 +32,7 @@ from .evaluation_tasks import (
     select_task_names,
     task_lines,
 )
-from .recipe import load_recipe
+from .recipe import load_recipe, parse_overrides, read_recipe
 
 
 HELP = "measure a model on the held-out tasks, beside chance and honest baselines"
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="recipe, such as recipes/moemb-mini/evaluate.yaml; all defaults without",
+        help="recipe, such as recipes/moemb-mini/evaluate.yaml, or one of recipes/benchmarks; all defaults without",
     )
     parser.add_argument("--list-tasks", action="store_true", help="print the tasks and leave")
     parser.epilog = "Every key of the recipe is a flag too: --model DIR --tasks '[style, 7a]' --output FILE."
@@ -107,16 +107,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs `moemb evaluate`; returns the exit status."""
+    command = shlex.join(["moemb", *sys.argv[1:]])
+    if names_benchmark(args.config, args.overrides):
+        from .evaluation_benchmarks import run_command
+
+        return run_command(args, command)
     if args.list_tasks:
         print("\n".join(f"{number:>3}  {name}" for name, number in TASKS.items()))
         return 0
     (config,) = load_recipe(args.config, EvaluateConfig, overrides=args.overrides)
-    report, output = evaluate(config, command=shlex.join(["moemb", *sys.argv[1:]]))
+    report, output = evaluate(config, command=command)
     written = write_reports(report, output)
     for entry in report["not_run"]:
         print(f"not run: {entry['name']}: {entry['reason']}")
     print("\n".join(f"wrote {path}" for path in written))
     return 0
+
+
+def names_benchmark(recipe: Path | None, overrides: Sequence[str]) -> bool:
+    """Returns whether a recipe or the command line names a public benchmark (`benchmark: mmeb-v2`)."""
+    return "benchmark" in parse_overrides(overrides) or (recipe is not None and "benchmark" in read_recipe(recipe))
 
 
 def evaluate(config: EvaluateConfig, command: str = "", model: Any = None) -> tuple[dict[str, Any], Path]:
