@@ -6,13 +6,14 @@ that several queries share) are kept once. Pixels are kept as the bytes they cam
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from modeling_moemb.items_moemb import ItemError
@@ -67,12 +68,15 @@ class EncodedItem:
         media (`tuple`): For images and videos, `None` or (patches `[patches, values]`, grids int64 `[count, 3]`).
         key (`int`): Hash of all of it; equal items have equal keys.
         task (`int`): Number of the data set it came from first.
+        instructed (`torch.BoolTensor` of shape `(tokens,)`, *optional*):
+            Which tokens are the instruction, for models whose routers are conditioned on it.
     """
 
     ids: Tensor
     media: tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
     key: int
     task: int
+    instructed: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -91,6 +95,8 @@ class ContrastiveBatch:
         group (`torch.LongTensor` of shape `(rows,)`): Hash of each row's `key`; 0 for none.
         dataset (`torch.LongTensor` of shape `(rows,)`): Number of each row's data set.
         numbers (`list[int]`): Number of each row in its data set.
+        router_task (`torch.LongTensor` of shape `(items,)`, *optional*):
+            The task that the routers are told of each item, for models that are conditioned on it.
     """
 
     items: list[EncodedItem]
@@ -100,6 +106,7 @@ class ContrastiveBatch:
     group: Tensor
     dataset: Tensor
     numbers: list[int]
+    router_task: Tensor | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -186,13 +193,15 @@ class RowEncoder:
     def _split(self, features: dict[str, Tensor], tasks: Sequence[int]) -> list[EncodedItem]:
         """The items of a padded batch."""
         media = [self._split_media(features, kind) for kind in range(len(MEDIA))]
-        items = []
+        marked, items = "instruction_mask" in features, []
         for number, task in enumerate(tasks):
-            ids = features["input_ids"][number][features["attention_mask"][number].bool()].to(torch.int32)
+            alive = features["attention_mask"][number].bool()
+            ids = features["input_ids"][number][alive].to(torch.int32)
+            instructed = features["instruction_mask"][number][alive].bool() if marked else None
             own = tuple(kind[number] for kind in media)
             parts = [ids.numpy().tobytes()]
             parts += [part.numpy().tobytes() for one in own if one is not None for part in one]
-            items.append(EncodedItem(ids, own, _hash(*parts), task))
+            items.append(EncodedItem(ids, own, _hash(*parts), task, instructed))
         return items
 
     def _split_media(self, features: dict[str, Tensor], kind: int) -> list[tuple[Tensor, Tensor] | None]:
@@ -226,7 +235,19 @@ def _hash(*parts: bytes) -> int:
 
 def content_hash(item: Any) -> str:
     """A short name of an item that has not been prepared: equal items have equal names."""
-    return format(_hash(repr(item).encode()), "x")
+    return format(_hash(repr(_plain(item)).encode()), "x")
+
+
+def _plain(item: Any) -> Any:
+    """Pictures as their pixels, for their text names a place in memory."""
+    if isinstance(item, Mapping):
+        return {key: _plain(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [_plain(value) for value in item]
+    if isinstance(item, (Image.Image, np.ndarray)):
+        pixels = np.asarray(item)
+        return pixels.shape, pixels.tobytes()
+    return item
 
 
 def split_into_chunks(tokens: Sequence[int], most: int, count: int | None = None) -> list[range]:
@@ -264,13 +285,16 @@ def model_inputs(
 
     Returns:
         `dict[str, torch.Tensor]`: `input_ids` int64 `[1, tokens]`, `cu_seq_lens_q` int32 `[items + 1]`, and where
-        there are such items `pixel_values` float32 with `image_grid_thw`, `pixel_values_videos` with `video_grid_thw`.
+        there are such items `pixel_values` float32 with `image_grid_thw`, `pixel_values_videos` with `video_grid_thw`,
+        and `instruction_mask` int64 `[1, tokens]`.
     """
     bounds = np.cumsum([0, *(item.tokens for item in items)], dtype=np.int32)
     inputs = {
         "input_ids": torch.cat([item.ids for item in items]).to(device).long()[None],
         "cu_seq_lens_q": torch.from_numpy(bounds).to(device),
     }
+    if items[0].instructed is not None:
+        inputs["instruction_mask"] = torch.cat([item.instructed for item in items]).to(device).long()[None]
     for kind, (values_name, grid_name) in enumerate(MEDIA):
         own = [item.media[kind] for item in items if item.media[kind] is not None]
         if own:

@@ -96,7 +96,7 @@ def write_model(trainer: Any, folder: Path, state: dict[str, torch.Tensor] | Non
         save_adapter(backbone, folder, trainer.args.model, state)
     else:
         backbone.save_pretrained(folder, state_dict=state)
-        write_repository_files(folder, config=backbone.config, processor=trainer.processing_class)
+        write_repository_files(folder, config=backbone.config, processor=trainer.processor)
 
 
 def load_trained(trainer: Any, folder: Path) -> None:
@@ -134,9 +134,11 @@ def export_run(trainer: Any) -> Path:
             return adapter
     final = output / FINAL_FOLDER
     if trainer.is_world_process_zero():
-        merged = merged_model(trainer.base, output / ADAPTER_FOLDER) if args.tuning == "lora" else trainer.backbone
+        merged = trainer.backbone
+        if args.tuning == "lora":
+            merged = merged_model(trainer.base, output / ADAPTER_FOLDER, record["task_conditioning"])
         assemble_repository(
-            final, model=merged, processor=trainer.processing_class, card_text=_card(merged, record), overwrite=True
+            final, model=merged, processor=trainer.processor, card_text=_card(merged, record), overwrite=True
         )
         write_atomically(final / RECORD, json.dumps(record, indent=2) + "\n")
     return final
@@ -163,6 +165,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
         "step": trainer.state.global_step,
         "datasets": {dataset.name: len(dataset) for dataset in trainer.datasets},
         "settings": {name: getattr(args, name) for name in RECORDED},
+        "task_conditioning": trainer.backbone.config.task_conditioning,
         "best_evaluation": best,
     }
 
@@ -187,8 +190,10 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Path:
             f"the adapter {adapter} was trained on {record['base_model']} (weights {record['base_weights'][:12]}), "
             f"not on the weights in {base}"
         )
-    merged = merged_model(base, adapter)
+    merged = merged_model(base, adapter, record["task_conditioning"])
     processor = MoEMBProcessor.from_pretrained(str(base))
+    if (record["task_conditioning"] or {}).get("kind") == "instruction":
+        processor.embedding["instruction_mask"] = True
     return assemble_repository(target, model=merged, processor=processor, card_text=_card(merged, record, base))
 
 

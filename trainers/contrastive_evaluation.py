@@ -8,7 +8,8 @@ from sentence_transformers.base.evaluation import SequentialEvaluator
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
 from .contrastive_batches import content_hash
-from .contrastive_data import DataError, PairDataset, dataset_settings
+from .contrastive_data import PairDataset
+from .contrastive_sources import DataError, dataset_settings
 
 
 def retrieval_evaluator(dataset: PairDataset, batch_size: int = 32, truncate_dim: int | None = None) -> Any:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from .contrastive_data import DataError, PairDataset, Row
+from .contrastive_data import PairDataset, Row
+from .contrastive_sources import DataError
 
 
 class MixtureRows(Dataset):

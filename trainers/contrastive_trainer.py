@@ -36,6 +36,8 @@ from .lora import check_trainable, prepare_trainable, trainable_table
 from .objectives import Objective
 from .optimizer import MasterAdamW
 from .packed_trainer import JsonLines, StopAfter, newest_checkpoint
+from .router_objectives import RouterObjectives
+from .router_settings import RouterSettings, RouterTasks, condition_routers
 
 
 class ContrastiveError(MoEMBError, RuntimeError):
@@ -56,6 +58,8 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         base (`Path`): Folder that the model was loaded from.
         evaluator (`BaseEvaluator`, *optional*): Evaluated every `eval_steps`.
         objectives (`Sequence[Objective]`, *optional*): Losses beside the contrast.
+        task_id_dropout (`float`, *optional*, defaults to 0.0):
+            Share of items whose data set routers that are conditioned on it are not told.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         base: Path,
         evaluator: Any = None,
         objectives: Sequence[Objective] = (),
+        task_id_dropout: float = 0.0,
     ):
         self.datasets, self.base, self.objectives = list(datasets), Path(base), list(objectives)
         self.encoder = RowEncoder(model[0].processor, datasets, args.max_length)
@@ -93,10 +98,17 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         size = self.backbone.config.text_config.hidden_size
         if max(args.matryoshka_dims or [1]) > size:
             raise ContrastiveError(f"matryoshka_dims={args.matryoshka_dims}: the model's vectors have {size} numbers")
+        conditioning = self.backbone.config.task_conditioning
+        self.router_tasks = None
+        if conditioning is not None and conditioning["kind"] == "id":
+            self.router_tasks = RouterTasks(conditioning, [dataset.name for dataset in datasets], task_id_dropout)
         self.trained = [parameter for parameter in self.backbone.parameters() if parameter.requires_grad]
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         self._router_logits: tuple[torch.Tensor, ...] = ()
         self.backbone.register_forward_hook(self._keep_router_logits)
+        model[0].register_forward_hook(self._forget_packing)
+        # `Trainer` would write the tokenizer's padding token into the model's configuration
+        self.processor, self.processing_class = self.processing_class, None
 
     # Data
 
@@ -150,6 +162,10 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         begin = time.perf_counter()
         model.train()
         batch: ContrastiveBatch = inputs["batch"]
+        if self.router_tasks is not None:
+            # a function of the step: a run that goes on draws the same ones, and both passes see them
+            draws = torch.Generator().manual_seed(hash((self.args.seed, self.state.global_step)) % 2**63)
+            batch.router_task = self.router_tasks(torch.tensor([item.task for item in batch.items]), draws)
         tokens = [item.tokens for item in batch.items]
         chunks, idle = self._chunks(tokens)
         alone = model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
@@ -199,6 +215,8 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         tasks = torch.tensor([item.task for item in items], device=bounds.device)
         if any(objective.active for objective in self.objectives):
             inputs["output_router_logits"] = True
+        if batch.router_task is not None:
+            inputs["router_task"] = batch.router_task[places.start : places.stop].to(bounds.device)
         token = _POOLED_ONLY.set(True)
         try:
             vectors = model(inputs)["sentence_embedding"].float()
@@ -210,6 +228,10 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
     def _keep_router_logits(self, module, args, output) -> None:
         # the modules after the backbone pass the vectors on alone
         self._router_logits = output.router_logits or ()
+
+    def _forget_packing(self, module, args, features) -> None:
+        # one vector per item is left, and the pooling that follows would look for its items' tokens
+        features.pop("cu_seq_lens_q", None)
 
     def _check_finite(self, name: str, value: torch.Tensor, batch: ContrastiveBatch | None = None) -> None:
         if bool(torch.isfinite(value)):
@@ -298,13 +320,14 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         return export_run(self)
 
 
-def load_trainable(folder: Path, args: ContrastiveConfig) -> SentenceTransformer:
+def load_trainable(folder: Path, args: ContrastiveConfig, router: RouterSettings) -> SentenceTransformer:
     """
     The model of a repository, with what the settings train made trainable.
 
     Args:
         folder (`Path`): The repository.
         args (`ContrastiveConfig`): Settings.
+        router ([`RouterSettings`]): What the routers are conditioned on.
     """
     # the classes of this package stand in for the copies in the repository, so that fixes reach old repositories
     classes = {"sentence_transformer_moemb.MoEMBTransformer": MoEMBTransformer}
@@ -314,13 +337,18 @@ def load_trainable(folder: Path, args: ContrastiveConfig) -> SentenceTransformer
         device="cpu" if args.use_cpu else None,
         model_kwargs={"dtype": getattr(torch, args.weights_dtype)},
     )
+    condition_routers(model[0].model, model[0].processor, router, list(args.train_datasets))
     prepare_trainable(model[0].model, args)
     return model
 
 
-def build_trainer(args: ContrastiveConfig) -> ContrastiveTrainer:
+def build_trainer(args: ContrastiveConfig, router: RouterSettings | None = None) -> ContrastiveTrainer:
     """
     The trainer of a recipe.
+
+    Args:
+        args (`ContrastiveConfig`): Settings.
+        router ([`RouterSettings`], *optional*): The routers' objectives and conditioning; by default none.
 
     Raises:
         MoEMBError: a model or data set that is not there or does not fit; names it and the remedy.
@@ -329,4 +357,7 @@ def build_trainer(args: ContrastiveConfig) -> ContrastiveTrainer:
     datasets = load_datasets(args.train_datasets, args.hard_negatives)
     evaluator = build_evaluator(args.eval_datasets, args.per_device_eval_batch_size, args.matryoshka_dims)
     set_seed(args.seed)
-    return ContrastiveTrainer(load_trainable(folder, args), args, datasets, folder, evaluator)
+    router = router or RouterSettings()
+    model = load_trainable(folder, args, router)
+    objectives = [RouterObjectives(model[0].model, router, list(args.train_datasets))]
+    return ContrastiveTrainer(model, args, datasets, folder, evaluator, objectives, router.task_id_dropout)

@@ -27,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write the gallery of shipped items",
     )
     parser.add_argument(
+        "--export",
+        nargs="?",
+        const="~/.cache/moemb/mini-datasets",
+        metavar="DIR",
+        help="also write parquet data sets, for method: contrastive (default: ~/.cache/moemb/mini-datasets)",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="build nothing: check hashes and the split of a built corpus"
     )
 
@@ -46,6 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.gallery:
         about = write_gallery(corpus, Path(args.gallery), config.near_duplicate)
         print(f"gallery: {sum(sheet['count'] for sheet in about['sheets'].values())} items in {args.gallery}")
+    if args.export:
+        from .corpus_export import export_corpus
+
+        counts = export_corpus(corpus, Path(args.export))
+        print(f"data sets in {args.export}: " + ", ".join(f"{n} ({c['train']:,} rows)" for n, c in counts.items()))
     for name, reason in failures.items():
         print(f"left out: {name}. {reason}")
     return 1 if failures else 0

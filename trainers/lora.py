@@ -255,13 +255,14 @@ def _few(names: Sequence[str]) -> str:
     return f"{len(names)} weights" + (f" ({names[0]}, ...)" if names else "")
 
 
-def merged_model(base: Path, adapter: Path) -> nn.Module:
+def merged_model(base: Path, adapter: Path, task_conditioning: dict | None = None) -> nn.Module:
     """
     The base model with an adapter merged into its weights, in the dtype they are stored in, on the CPU.
 
     Args:
         base (`Path`): Folder of the model that the adapter was trained on.
         adapter (`Path`): Folder of the adapter.
+        task_conditioning (`dict`, *optional*): What the routers were given in training, if the base has it not.
 
     Returns:
         `MoEMBModel`: without adapters.
@@ -271,5 +272,7 @@ def merged_model(base: Path, adapter: Path) -> nn.Module:
     from modeling_moemb import MoEMBModel
 
     model = MoEMBModel.from_pretrained(str(base), dtype="auto")
+    if task_conditioning is not None and model.config.task_conditioning is None:
+        model.add_task_conditioning(task_conditioning)
     with _quiet_about_parameters():
         return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().eval()

@@ -9,10 +9,10 @@ import sys
 from .errors import MoEMBError
 
 
-HELP = "train a model as a recipe says (method: contrastive, or pretrain and mini-contrastive for moemb-mini)"
+HELP = "train a model as a recipe says (method: contrastive, adaptive; pretrain, mini-contrastive for moemb-mini)"
 ACCEPTS_OVERRIDES = True
 
-METHODS = ("contrastive", "pretrain", "mini-contrastive")
+METHODS = ("contrastive", "pretrain", "mini-contrastive", "adaptive")
 
 
 class TrainError(MoEMBError, ValueError):
@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if method not in METHODS:
         raise TrainError(f"{args.config}: method is {method!r}; write one of 'method: {' | '.join(METHODS)}'")
     keep_freed_memory()
+    if method == "adaptive":
+        return run_adaptive(args)
     return run_contrastive(args) if method == "contrastive" else run_mini(args, method)
 
 
@@ -50,10 +52,25 @@ def run_contrastive(args: argparse.Namespace) -> int:
     from .contrastive_config import ContrastiveConfig
     from .contrastive_trainer import build_trainer
     from .recipe import load_recipe
+    from .router_settings import RouterSettings
 
     if args.publish:
         raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
-    (config,) = load_recipe(args.config, ContrastiveConfig, overrides=args.overrides, extra_keys=("method",))
+    classes = (ContrastiveConfig, RouterSettings)
+    config, router = load_recipe(args.config, *classes, overrides=args.overrides, extra_keys=("method",))
+    config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
+    return run_trainer(build_trainer(config, router), args)
+
+
+def run_adaptive(args: argparse.Namespace) -> int:
+    """Gates trained by gradients."""
+    from .adaptive_config import AdaptiveConfig
+    from .adaptive_trainer import build_trainer
+    from .recipe import load_recipe
+
+    if args.publish:
+        raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
+    (config,) = load_recipe(args.config, AdaptiveConfig, overrides=args.overrides, extra_keys=("method",))
     config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
     return run_trainer(build_trainer(config), args)
 

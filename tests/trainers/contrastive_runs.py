@@ -1,6 +1,7 @@
 """Small data sets, a small model repository and settings for the tests of contrastive training."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -8,21 +9,23 @@ from PIL import Image
 
 from moemb.trainers.contrastive_config import ContrastiveConfig
 from moemb.trainers.contrastive_trainer import ContrastiveTrainer, build_trainer
+from moemb.trainers.router_settings import RouterSettings
 
 from .pruning_repository import write_repository
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple")
 SETTINGS = {
-    "batch_size": 8, "sub_batch_size": 4, "mini_batch_tokens": 64, "scale": 20.0, "weights_dtype": "float32",
+    "batch_size": 8, "sub_batch_size": 4, "mini_batch_tokens": 96, "scale": 20.0, "weights_dtype": "float32",
     "lora_rank": 4, "lora_alpha": 8, "learning_rate": 1e-2, "warmup_steps": 1, "max_steps": 4, "logging_steps": 1,
     "save_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "hard_negatives": 2,
 }  # fmt: skip
 
 
 def small_repository(folder: Path, tiny_settings: dict, **settings) -> Path:
-    """The tests' tiny model with four blocks: three Gated DeltaNet, one attention."""
-    text = tiny_settings["text_config"] | {"num_hidden_layers": 4}
+    """The tests' tiny model with two blocks, one of each kind."""
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    text = tiny_settings["text_config"] | kinds
     return write_repository(folder, tiny_settings | {"text_config": text}, **settings)
 
 
@@ -47,10 +50,10 @@ def write_data(folder: Path) -> dict[str, dict]:
     texts = [
         {"query": f"what is {word} {n}", "positive": f"{word} is colour number {n} " + "of them " * (n % 5),
          "negatives": [f"not {word}", f"{word} never {n}"][: 1 + n % 2]}
-        for n, word in enumerate(COLOURS * 2)
+        for n, word in enumerate(COLOURS)
     ]  # fmt: skip
     pictures = write_pictures(folder / "pictures")
-    captions = [{"caption": f"picture {n % 8}", "file": pictures[n % 8], "about": n % 8} for n in range(12)]
+    captions = [{"caption": f"picture {n % 8}", "file": pictures[n % 8], "about": n % 8} for n in range(10)]
     write_jsonl(folder / "texts.jsonl", texts)
     write_jsonl(folder / "captions.jsonl", captions)
     return {
@@ -72,7 +75,9 @@ def config(output: Path, repository: Path, data: dict, **changes) -> Contrastive
 
 
 def trainer(output: Path, repository: Path, data: dict, **changes) -> ContrastiveTrainer:
-    return build_trainer(config(output, repository, data, **changes))
+    """A trainer; settings of the routers may be among the changes."""
+    router = {field.name: changes.pop(field.name) for field in fields(RouterSettings) if field.name in changes}
+    return build_trainer(config(output, repository, data, **changes), RouterSettings(**router))
 
 
 def state_of(model) -> dict:

@@ -16,7 +16,7 @@ class BalanceObjective:
     active = True
 
     def __init__(self, weight=0.5):
-        self.weight, self.calls = weight, []
+        self.weight, self.calls, self.tokens = weight, [], 0
 
     def begin_step(self):
         self.calls = ["begin"]
@@ -95,10 +95,10 @@ def test_cached_gradients_are_the_plain_ones(run, with_objective, checkpointing)
         run.model.gradient_checkpointing_enable({"use_reentrant": False})
     run.training_step(run.model, {"batch": batch})
     if checkpointing:
-        run.model.gradient_checkpointing_disable()
+        run.backbone.gradient_checkpointing_disable()
     actual = gradients(run)
     chunks = run._sums.pop("chunks")[0]
-    assert chunks >= 4 and actual.keys() == expected.keys()
+    assert chunks >= 3 and actual.keys() == expected.keys()
     scale = max(value.abs().max() for value in expected.values())
     for name, value in expected.items():
         assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-5 * scale), name

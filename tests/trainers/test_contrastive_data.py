@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from moemb.trainers.contrastive_data import DataError, PairDataset, RowError, dataset_settings, load_datasets
+from moemb.trainers.contrastive_data import PairDataset, RowError, load_datasets
+from moemb.trainers.contrastive_sources import DataError, dataset_settings
 
 from .contrastive_runs import write_data, write_jsonl, write_pictures
 
@@ -166,5 +167,20 @@ def test_columns_that_are_not_there_are_named(tmp_path, columns, message):
 
 def test_the_data_of_the_other_tests(tmp_path):
     texts, captions = load_datasets(write_data(tmp_path), hard_negatives=2)
-    assert (len(texts), len(captions)) == (16, 12) and captions[9].key == "1"
+    assert (len(texts), len(captions)) == (8, 10) and captions[9].key == "1"
     assert [len(texts[n].negatives) for n in range(3)] == [1, 2, 1]
+
+
+def test_clips_are_lists_of_pictures_and_their_negatives_lists_of_clips(tmp_path):
+    shades = [Image.fromarray(np.full((16, 16, 3), shade, np.uint8)) for shade in range(4)]
+    rows = {"query": ["a"], "clip": [shades[:2]], "others": [[shades[2:], shades[1:3]]]}
+    features = datasets.Features(
+        query=datasets.Value("string"),
+        clip=datasets.List(datasets.Image()),
+        others=datasets.List(datasets.List(datasets.Image())),
+    )
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "x.parquet"))
+    columns = {"query": "query", "positive": {"video": "clip"}, "negatives": {"video": "others"}}
+    row = pairs(path="parquet", data_files=str(tmp_path / "x.parquet"), columns=columns)[0]
+    assert [len(row.positive["video"]), len(row.negatives)] == [2, 2]
+    assert all(isinstance(frame, bytes) for frame in row.positive["video"] + row.negatives[1]["video"])

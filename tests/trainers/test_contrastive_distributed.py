@@ -39,6 +39,7 @@ def run_processes(folder: Path, settings: dict, count: int) -> dict:
     return torch.load(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"tuning": "full", "train_router": True, "train_vision": True}, {"lora_expert_rank": 2}]
 )

@@ -3,8 +3,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moemb.trainers.contrastive_data import DataError
 from moemb.trainers.contrastive_sampler import MixtureBatchSampler
+from moemb.trainers.contrastive_sources import DataError
 
 
 SIZES = (40, 24, 64)

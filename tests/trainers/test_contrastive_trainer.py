@@ -45,7 +45,8 @@ def changed(before, after):
     ids=["lora", "full", "everything"],
 )
 def test_what_is_trained_moves_and_the_rest_keeps_every_bit(tmp_path, repository, data, settings):
-    run = trainer(tmp_path, repository, data, max_steps=2, save_strategy="no", **settings)
+    # the first step of the warm-up moves nothing, and adapters begin with one factor at zero
+    run = trainer(tmp_path, repository, data, max_steps=3, save_strategy="no", **settings)
     before = state_of(run.backbone)
     wanted = {name for name, parameter in run.backbone.named_parameters() if parameter.requires_grad}
     run.train()
@@ -70,33 +71,36 @@ def killed(run, step):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"lora_expert_rank": 2}, {"tuning": "full", "weights_dtype": "bfloat16"}],
+    [
+        {"lora_expert_rank": 2},
+        pytest.param({"tuning": "full", "weights_dtype": "bfloat16", "router_z_weight": 0.1}, marks=pytest.mark.slow),
+    ],
     ids=["lora", "full-bf16"],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, repository, data, settings):
-    # 28 rows are 3 batches an epoch: the run is killed in its second epoch and goes on in the middle of it
-    settings = {"max_steps": 6, "save_steps": 4, **settings}
+    # 18 rows are 2 batches an epoch: the run is killed in its second epoch and goes on in the middle of it
+    settings = {"max_steps": 4, "save_steps": 3, **settings}
     whole = trainer(tmp_path / "whole", repository, data, **settings)
     whole.train()
-    killed(trainer(tmp_path / "cut", repository, data, **settings), 5)
+    killed(trainer(tmp_path / "cut", repository, data, **settings), 3)
     again = trainer(tmp_path / "cut", repository, data, **settings)
-    assert newest_checkpoint(tmp_path / "cut").name == "checkpoint-4"
+    assert newest_checkpoint(tmp_path / "cut").name == "checkpoint-3"
     again.train(resume_from_checkpoint=str(newest_checkpoint(tmp_path / "cut")))
-    assert again.state.global_step == 6
+    assert again.state.global_step == 4
     assert changed(state_of(whole.backbone), state_of(again.backbone)) == set()
 
 
 def test_training_lowers_the_loss_and_logs_what_it_did(tmp_path, repository, data):
     run = trainer(
-        tmp_path, repository, data, max_steps=12, save_strategy="no", symmetric=True, matryoshka_dims=[16, 64]
+        tmp_path, repository, data, max_steps=10, save_strategy="no", symmetric=True, matryoshka_dims=[16, 64]
     )
     run.train()
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in log if "loss" in entry]
-    assert len(losses) == 12 and np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
+    assert len(losses) == 10 and np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
     names = set().union(*log)
     assert {"loss_texts", "loss_captions", "hits", "masked", "tokens", "chunks", "step_seconds", "grad_norm"} <= names
-    assert max(entry["chunks"] for entry in log if "chunks" in entry) >= 4
+    assert max(entry["chunks"] for entry in log if "chunks" in entry) >= 2
 
 
 def test_evaluation_and_the_best_checkpoint(tmp_path, repository, data):
@@ -124,7 +128,7 @@ def test_a_run_by_the_command_line(tmp_path, repository, data, capsys):
     assert "going on from" in capsys.readouterr().err
     final = tmp_path / "run" / "final"
     record = json.loads((final / "training.json").read_text())
-    assert record["step"] == 4 and record["datasets"] == {"texts": 16, "captions": 12}
+    assert record["step"] == 4 and record["datasets"] == {"texts": 8, "captions": 10}
     assert str(tmp_path) not in (final / "training.json").read_text() + (final / "README.md").read_text()
     embedder = SentenceTransformer(str(final), trust_remote_code=True, device="cpu")
     untrained = SentenceTransformer(str(repository), trust_remote_code=True, device="cpu")

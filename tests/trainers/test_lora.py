@@ -42,11 +42,11 @@ def trained(model):
 
 def test_adapters_stand_where_the_paper_has_them(tmp_path, repository):
     model = prepared(tmp_path, repository)
-    # hidden 64: Gated DeltaNet 3 x (qkv 64->160, z 64->96, out 96->64), attention q 64->256, k and v 64->64, o 128->64
+    # hidden 64: Gated DeltaNet (qkv 64->160, z 64->96, out 96->64), attention q 64->256, k and v 64->64, o 128->64
     rank = 4
-    gated = 3 * rank * ((64 + 160) + (64 + 96) + (96 + 64))
+    gated = rank * ((64 + 160) + (64 + 96) + (96 + 64))
     attention = rank * ((64 + 256) + 2 * (64 + 64) + (128 + 64))
-    shared = 4 * rank * 3 * (64 + 32)
+    shared = 2 * rank * 3 * (64 + 32)
     assert trained(model) == {
         "gated delta": gated, "attention": attention, "shared expert": shared, "embeddings": 64,
     }  # fmt: skip
@@ -56,7 +56,7 @@ def test_adapters_stand_where_the_paper_has_them(tmp_path, repository):
 
 def test_routed_experts_have_a_rank_of_their_own(tmp_path, repository):
     model = prepared(tmp_path, repository, lora_expert_rank=2, lora_targets=["attention"])
-    experts = 4 * 8 * 2 * ((64 + 64) + (32 + 64))
+    experts = 2 * 8 * 2 * ((64 + 64) + (32 + 64))
     assert trained(model)["routed experts"] == experts and "gated delta" not in trained(model)
     wrapper = model.language_model.layers[0].mlp.experts
     assert wrapper.r["default"] == 2 and wrapper.scaling["default"] == pytest.approx(8 / 4)
@@ -64,7 +64,7 @@ def test_routed_experts_have_a_rank_of_their_own(tmp_path, repository):
 
 def test_router_and_row_of_emb_are_choices(tmp_path, repository):
     model = prepared(tmp_path, repository, train_router=True, train_emb_token=False)
-    assert trained(model)["router"] == 4 * (8 * 64 + 64) and "embeddings" not in trained(model)
+    assert trained(model)["router"] == 2 * (8 * 64 + 64) and "embeddings" not in trained(model)
 
 
 def test_full_tuning_freezes_router_and_vision_tower(tmp_path, repository):
