@@ -223,6 +223,10 @@ def validate_gates(gates: dict[str, Any] | None, text_config: Any) -> dict[str, 
     if not gates:
         return None
     where, blocks = "`gates`", text_config.num_hidden_layers
+    if isinstance(gates, dict):
+        gates = {
+            "null" if kind is None else kind: gate for kind, gate in gates.items()
+        }  # YAML's reading of a bare null
     if not isinstance(gates, dict) or set(gates) - set(GATE_KEYS):
         raise ValueError(f"{where} must be a dict with keys among {list(GATE_KEYS)}, got {gates!r}")
     checked: dict[str, Any] = {}

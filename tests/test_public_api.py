@@ -42,6 +42,7 @@ def test_verbs():
         "prune-experts",
         "calibrate",
         "analyze",
+        "study",
         "kernels",
         "quickstart",
         "app",

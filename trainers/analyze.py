@@ -266,7 +266,7 @@ def _read_model(folder: Path, config: AnalyzeConfig) -> tuple[list[str], int, di
     own = {"configured": model.adaptive_compute} if model.adaptive_compute else {}
     for name, budget in (own | config.budgets).items():
         try:
-            budgets[name] = validate_adaptive_compute(budget, text)
+            budgets[name] = validate_adaptive_compute(budget, text, model.gates)
         except (ValueError, TypeError) as error:
             raise AnalysisError(f"the budget '{name}': {error}") from error
     linear = [block for block, kind in enumerate(text.layer_types) if kind == "linear_attention"]

@@ -42,7 +42,9 @@ class RealInputs:
         self.name = folder.name if own_folder(config.model) else config.model.rsplit("/", 1)[-1]
         self.encoder, source = load_model(config.model, config.device)
         self.model, self.processor = self.encoder[0].model.eval(), self.encoder[0].processor
-        check_policies({**config.policies, **config.candidates}, self.model.config.text_config)
+        check_policies(
+            {**config.policies, **config.candidates}, self.model.config.text_config, self.model.config.gates
+        )
         self.tasks = sweep_tasks(config.tasks, config.corpus, config.gallery, config.seed)
         self._pool = {item_key(item): item for task in self.tasks for item in task.documents}
         for key, size in [("sizes", size) for size in config.sizes] + [("think_items", config.think_items)]:

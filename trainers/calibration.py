@@ -172,10 +172,13 @@ def _check_budget(folder: Path, settings: ThresholdSettings) -> None:
     from modeling_moemb import MoEMBConfig, validate_adaptive_compute
 
     try:
-        text = MoEMBConfig.from_dict(read_json_mapping(folder / "config.json")).text_config
+        model = MoEMBConfig.from_dict(read_json_mapping(folder / "config.json"))
+        text = model.text_config
         scales = [1.0] * text.num_hidden_layers
         by_modality = dict.fromkeys(MODALITIES, scales)
-        validate_adaptive_compute(settings.budget(by_modality if settings.two else scales, [1.0, 1.0]), text)
+        validate_adaptive_compute(
+            settings.budget(by_modality if settings.two else scales, [1.0, 1.0]), text, model.gates
+        )
     except (ValueError, TypeError) as error:
         raise CalibrationError(str(error)) from error
 

@@ -78,19 +78,21 @@ class Policy:
         parts = [name for key, name in (("top_k", "top-k"), ("per_modality", "top-k"), ("random_k", "random-k"),
                                         ("tiered_top_k", "tiers"), ("modes", "MoDES")) if key in budget]  # fmt: skip
         parts += ["MoDES"] if self.skip_rate is not None else []
+        gated = {"expert_skip": "skip gates", "null_experts": "null experts", "gradual_pruning": "gradual gates"}
+        parts += [name for key, name in gated.items() if key in budget]
         if "token_pruning" in budget:
             parts.append(f"tokens by {budget['token_pruning'].get('score', 'beta')}")
         parts += [f"experts by {self.saliency}"] if self.experts is not None else []
         name = " + ".join(dict.fromkeys(parts)) or BASELINE
         return name if self.execution == REMOVAL else f"{name}, {self.execution}"
 
-    def check(self, name: str, text_config: Any) -> None:
+    def check(self, name: str, text_config: Any, gates: Mapping[str, Any] | None = None) -> None:
         """Raises `PolicyError` when the settings do not fit the model, before anything is measured."""
         budget = dict(self.adaptive_compute)
         if self.skip_rate is not None:
             budget["modes"] = {"tau": 0.0}
         try:
-            validate_adaptive_compute(budget, text_config)
+            validate_adaptive_compute(budget, text_config, gates)
             if self.experts is not None:
                 check_keep(self.experts, text_config.num_experts, text_config.num_experts_per_tok, "experts")
         except (ValueError, TypeError) as error:
@@ -137,12 +139,12 @@ class Prepared:
         }  # fmt: skip
 
 
-def check_policies(policies: Mapping[str, Policy], text_config: Any) -> None:
+def check_policies(policies: Mapping[str, Policy], text_config: Any, gates: Mapping[str, Any] | None = None) -> None:
     """Raises `PolicyError` for the first policy that does not fit the model, or has the name of the baseline."""
     for name, policy in policies.items():
         if name == BASELINE:
             raise PolicyError(f"'{BASELINE}' is always measured: give the policy another name")
-        policy.check(name, text_config)
+        policy.check(name, text_config, gates)
 
 
 class Preparation:

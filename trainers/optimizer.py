@@ -62,6 +62,7 @@ class MasterAdamW(torch.optim.AdamW):
     def step(self, closure=None):
         self.gather_gradients()
         result = super().step(closure)
+        super().zero_grad()  # a parameter that is frozen in the next step must not be moved by this one's gradient
         self.updates += 1
         torch._foreach_copy_(self.model_parameters, self.masters)
         if self.ema:
