@@ -13,7 +13,12 @@ HELP = "measure kernels, encoding, training or the compute dial against named pe
 ACCEPTS_OVERRIDES = True  # keys of the recipe, with --config alone
 
 DEFAULT_OUTPUT = "results/bench"
-SUITES = {"kernels": "benchmark_kernels", "encode": "benchmark_encode", "train": "benchmark_train"}
+SUITES = {
+    "kernels": "benchmark_kernels",
+    "encode": "benchmark_encode",
+    "train": "benchmark_train",
+    "contrastive": "benchmark_contrastive",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

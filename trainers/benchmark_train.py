@@ -104,12 +104,12 @@ def _step(dtype: str) -> Callable[[Context], dict[str, Any]]:
         try:
             return _compare(context, pair, dtype)
         finally:
-            _forget_adapters()
+            forget_adapters()
 
     return run
 
 
-def _forget_adapters() -> None:
+def forget_adapters() -> None:
     """The pair was changed in place: the next case builds its own."""
     from .benchmark_models import build_pair
 

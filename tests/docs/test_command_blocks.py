@@ -35,6 +35,12 @@ SMALL = {
     "moemb train --config recipes/moemb-mini/contrastive.yaml": " ".join(
         f"--{key} {value}" for key, value in {**SETTINGS, "max_steps": 1, "output_dir": "runs/contrastive"}.items()
     ),
+    "moemb train --config recipes/moemb-mini/lora.yaml": (
+        "--train_datasets '{d: {path: json, data_files: items.jsonl, max_rows: 6,"
+        " columns: {query: text, positive: text}}}'"
+        " --eval_datasets '{}' --eval_strategy no --load_best_model_at_end false --batch_size 4 --max_steps 1"
+        " --save_strategy no --lora_expert_rank 0 --report_to none --output_dir runs/lora"
+    ),
     "moemb evaluate": "--tasks '[emoji-concept]' --pretrained_baselines false --bootstrap_samples 5 --output e.json",
     "moemb bench --suite encode": "--quick --no-plots --vllm none",
     "moemb bench --config": "--quick --no-plots --output bench",

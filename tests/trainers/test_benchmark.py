@@ -1,5 +1,6 @@
 """The verb, whole models side by side, and what a benchmark leaves behind."""
 
+import importlib
 import json
 import stat
 import sys
@@ -294,7 +295,7 @@ def test_a_wrong_call_is_one_line(tmp_path, capsys, flags, message):
 def test_list_names_the_cases(tmp_path, capsys, suite):
     assert cli.main(["bench", "--suite", suite, "--list", "--output", str(tmp_path / "none")]) == 0
     names = capsys.readouterr().out.split()
-    module = {"kernels": benchmark_kernels, "encode": benchmark_encode, "train": benchmark_train}[suite]
+    module = importlib.import_module(f"moemb.trainers.{benchmark.SUITES[suite]}")
     assert names == module.case_names() and len(set(names)) == len(names)
     assert not (tmp_path / "none").exists()
 
