@@ -42,6 +42,7 @@ def test_verbs():
         "prune-experts",
         "calibrate",
         "analyze",
+        "ablate",
         "study",
         "kernels",
         "quickstart",

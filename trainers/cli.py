@@ -26,6 +26,7 @@ VERBS = {
     "prune-experts": "prune_experts",
     "calibrate": "calibration",
     "analyze": "analyze",
+    "ablate": "ablate",
     "study": "study",
     "kernels": "kernels",
     "quickstart": "quickstart",

@@ -251,7 +251,7 @@ def quality_report(
             [[found[metric] for metric in METRICS] for found in per_query]
         )  # (policies, metrics, queries)
         values.append(table.mean(axis=2))
-        draws.append(_resampled_means(table, task.clusters, samples, generator))
+        draws.append(resampled_means(table, task.clusters, samples, generator))
     value, drawn = np.stack(values), np.stack(draws)  # (tasks, policies, metrics), the latter after the samples
     mean, drawn_mean = value.mean(axis=0), drawn.mean(axis=0)
     policies = {}
@@ -265,7 +265,7 @@ def quality_report(
     return {"tasks": about, "policies": policies}
 
 
-def _resampled_means(
+def resampled_means(
     table: np.ndarray, clusters: Sequence[int] | None, samples: int, generator: np.random.Generator
 ) -> np.ndarray:
     """Means over resampled queries, `(samples, policies, metrics)`; those of one cluster are drawn together."""

@@ -1,0 +1,165 @@
+"""`moemb ablate`: a study of variants of a training, several seeds each, at equal training compute.
+
+Every run is kept, and one that was stopped goes on: the same command continues the study, and one with more seeds or
+variants adds to it. The report is written anew after every run that completes a seed.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from .ablate_config import AblateConfig
+from .ablate_report import draw, markdown, study_quality, table_rows
+from .ablate_runs import Study
+from .evaluation_metrics import Ranks, rank_queries
+from .prune_experts_sweep import SweepTask, sweep_tasks
+from .recipe import load_recipe
+
+
+HELP = "train variants of moemb-mini at equal compute, several seeds each, and compare them"
+ACCEPTS_OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `moemb ablate`."""
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="study, such as recipes/moemb-mini/ablations/x.yaml"
+    )
+    parser.add_argument("--list", action="store_true", help="print the runs, train nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `moemb ablate`; returns the exit status."""
+    (config,) = load_recipe(args.config, AblateConfig, overrides=args.overrides)
+    for name in ("train", "pretrain"):
+        path = getattr(config, name)
+        if path is not None and not path.is_absolute():
+            setattr(config, name, args.config.parent / path)
+    study = Study(config)
+    if args.list:
+        for seed in config.seeds:
+            print("\n".join(f"{name}, seed {seed}" for name in config.variants))
+        return 0
+    result = run_study(study, shlex.join(["moemb", "ablate", "--config", str(args.config), *args.overrides]))
+    for row in table_rows(result):
+        print("  ".join(f"{name}: {value}" for name, value in row.items() if value))
+    print("\n".join(f"wrote {config.output / name}" for name in ("results.json", "results.md", "results.png")))
+    return 0
+
+
+def run_study(study: Study, command: str = "") -> dict[str, Any]:
+    """
+    Trains and measures what is not there yet.
+
+    Args:
+        study ([`Study`]): the study.
+        command (`str`, *optional*): the command line, for the report.
+
+    Returns:
+        `dict`: the results, as `results.json` in the output folder holds them.
+    """
+    config = study.config
+    tasks = sweep_tasks(config.tasks, config.corpus, config.gallery, 0)
+    ranks: dict[str, list[dict[str, Ranks]]] = {name: [] for name in config.variants}
+    result: dict[str, Any] = {}
+    with tqdm(total=len(config.seeds) * len(config.variants), desc="Runs", unit="run") as bar:
+        for place, seed in enumerate(config.seeds):
+            for name in config.variants:
+                repository = study.repository(name, seed)
+                ranks[name].append(measured(repository, tasks, config))
+                bar.update()
+            result = report(study, ranks, tasks, config.seeds[: place + 1], command)
+            write(result, config.output)
+    if config.qps_items:
+        speeds = measure_speed(study, tasks)
+        for name, speed in speeds.items():
+            result["models"][name]["qps"] = speed
+        write(result, config.output)
+    return result
+
+
+def report(study: Study, ranks: dict, tasks: list[SweepTask], seeds: list[int], command: str) -> dict[str, Any]:
+    """The results of the seeds that are complete."""
+    from modeling_moemb import MoEMBConfig
+
+    from .ablate_runs import item_flops, items_of_step
+    from .evaluation_report import package_versions
+    from .model_card import count_parameters
+
+    config, models = study.config, {}
+    for name, variant in config.variants.items():
+        model = MoEMBConfig.from_pretrained(study.base(name, config.seeds[0]))
+        sizes, steps = count_parameters(model), study.steps(name)
+        cost = item_flops(model) * items_of_step(study.train_recipe(name))
+        models[name] = {
+            "parameters": sizes["total"], "active": sizes["active"], "steps": steps, "compute": cost * steps,
+            "item_flops": item_flops(model), "at": variant.at, "settings": vars(variant),
+        }  # fmt: skip
+    return {
+        "title": config.title,
+        "command": command,
+        "metric": config.metric,
+        "axis": config.axis,
+        "seeds": seeds,
+        "equal": config.equal,
+        "models": models,
+        "quality": study_quality(ranks, tasks, config.bootstrap_samples, 0),
+        "versions": package_versions(),
+    }
+
+
+def write(result: dict[str, Any], output: Path) -> None:
+    """`results.json`, `results.md` and `results.png`, each by rename."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name, text in (("results.json", json.dumps(result, indent=2) + "\n"), ("results.md", markdown(result))):
+        partial = output / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, output / name)
+    partial = output / ".results.partial.png"
+    draw(result, partial)
+    os.replace(partial, output / "results.png")
+
+
+def measured(repository: Path, tasks: list[SweepTask], config: AblateConfig) -> dict[str, Ranks]:
+    """Ranks of the right documents by task; vectors are kept, and what is there is not encoded again."""
+    from .baselines import cosine_system
+    from .evaluation_encoding import CachedEncoder, model_fingerprint
+    from .quickstart_model import load_model
+
+    model, source = load_model(str(repository))
+    encoder = CachedEncoder(model, model_fingerprint(model, source), config.output / "vectors", config.batch_size)
+    ranks = {}
+    for task in tasks:
+        queries = encoder.encode(task.queries, "query", f"{task.name}: queries")
+        documents = encoder.encode(task.documents, "document", f"{task.name}: documents")
+        scores = cosine_system(task.name, queries, documents).scores
+        ranks[task.name] = rank_queries(scores, task.relevant, task.exclude)
+    return ranks
+
+
+def measure_speed(study: Study, tasks: list[SweepTask]) -> dict[str, float]:
+    """Items per second of each variant's first seed, median over rounds in which the variants take turns."""
+    from .evaluation_encoding import encoder_input
+    from .quickstart_model import load_model
+
+    config = study.config
+    pool = [item for task in tasks for item in (*task.queries, *task.documents)]
+    picked = np.random.default_rng(0).permutation(len(pool))[: config.qps_items]
+    items = [encoder_input(pool[row]) for row in picked]
+    models = {name: load_model(str(study.repository(name, config.seeds[0])))[0] for name in config.variants}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for turn in tqdm(range(config.qps_rounds + 1), desc="Speed", unit="round"):
+        for name, model in models.items():
+            started = time.perf_counter()
+            model.encode(items, batch_size=config.batch_size, show_progress_bar=False)
+            if turn:  # the first round warms up
+                seconds[name].append(time.perf_counter() - started)
+    return {name: len(items) / statistics.median(times) for name, times in seconds.items()}
