@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS ?= train,eval,app,dev
+EXTRAS ?= train,eval,encode,app,dev
 PYTEST_ARGS ?=
 ARGS ?=
 

@@ -1,4 +1,4 @@
-"""The two chat templates of MoEMB repositories. Both end with `<emb>`, the token whose state is the embedding.
+"""The chat templates of MoEMB repositories. All end with `<emb>`, the token whose state is the embedding.
 
 A video is written as its placeholder alone: the processor puts the timestamps and the vision tokens of each frame
 there.
@@ -52,3 +52,34 @@ LEAN_TEMPLATE = (
 {{- '<emb>' -}}
 """
 )
+
+# The lean template for stock tokenizers, which read only the vocabulary of tokenizer.json and normalise to NFC: what
+# moemb-mini's tokenizer does besides (lower case, a space before each stretch of text) is done here.
+LEAN_STOCK_TEMPLATE = """\
+{%- set state = namespace(fresh=true) -%}
+{%- for message in messages -%}
+{%- set parts = [message.content] if message.content is string else message.content -%}
+{%- for part in parts -%}
+{%- if part is string or part.type == 'text' -%}
+{%- set text = (part if part is string else part.text) | lower -%}
+{%- if text -%}
+{{- (' ' if state.fresh else '') + text -}}
+{%- set state.fresh = false -%}
+{%- endif -%}
+{%- elif part.type == 'image' -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- set state.fresh = true -%}
+{%- elif part.type == 'video' -%}
+<|video_pad|>
+{%- set state.fresh = true -%}
+{%- else -%}
+{{- raise_exception('a message part must have the type text, image or video') -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if not loop.last or message.role == 'system' -%}
+{{- '<|im_end|>' -}}
+{%- set state.fresh = true -%}
+{%- endif -%}
+{%- endfor -%}
+{{- '<emb>' -}}
+"""

@@ -5,14 +5,14 @@ No figure is typed by hand. What has not been measured is said to be so.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import yaml
 
-from .evaluation_report import overview_rows
+from .model_card_results import NOT_EVALUATED, evaluation_part, read_json
 
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -32,7 +32,7 @@ def count_parameters(config) -> dict[str, int]:
     """Count the parameters of the model that a configuration describes, without allocating them.
 
     Args:
-        config (`Qwen3_5MoeConfig`): `MoEMBConfig` or the stock class.
+        config (`Qwen3_5MoeConfig` or `Qwen3_5Config`): `MoEMBConfig` or a stock class.
 
     Returns:
         `dict[str, int]`: `total`; `active`, what one text token multiplies with: the decoder with
@@ -40,17 +40,18 @@ def count_parameters(config) -> dict[str, int]:
         `routed_experts`; `vision`; `embedding_table`.
     """
     import torch
-    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
+    from transformers import AutoModel
 
     with torch.device("meta"):
-        model = Qwen3_5MoeModel(copy.deepcopy(config))  # a model writes into the configuration it is built from
+        model = AutoModel.from_config(copy.deepcopy(config))  # a model writes into the configuration it is built from
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     routed = sum(size for name, size in sizes.items() if ".mlp.experts." in name)
     vision = sum(size for name, size in sizes.items() if name.startswith("visual."))
     table = sum(size for name, size in sizes.items() if ".embed_tokens." in name)
     total = sum(sizes.values())
     text = config.text_config
-    active = total - vision - table - routed + routed * text.num_experts_per_tok // text.num_experts
+    active = total - vision - table - routed
+    active += routed * text.num_experts_per_tok // text.num_experts if routed else 0
     return {"total": total, "active": active, "routed_experts": routed, "vision": vision, "embedding_table": table}
 
 
@@ -64,6 +65,9 @@ def card_text(
     evaluation: Path | None = None,
     limits: Sequence[str] = (),
     trained: bool = False,
+    header: Mapping[str, Any] | None = None,
+    results: Sequence[str] = (),
+    parts: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Write the README of a model repository.
 
@@ -77,6 +81,10 @@ def card_text(
         evaluation (`Path`, *optional*): JSON file of `moemb evaluate`; without one the card says that none was run.
         limits (`Sequence[str]`, *optional*): further limits, a sentence each.
         trained (`bool`, *optional*, defaults to `False`): whether the `<emb>` token was trained contrastively.
+        header (`Mapping`, *optional*): further metadata of the YAML header, such as `model-index`.
+        results (`Sequence[str]`, *optional*): lines of the evaluation section that follow, or stand in the place of,
+            those of `evaluation`.
+        parts (`Mapping[str, Sequence[str]]`, *optional*): further sections, lines by heading, before the limits.
 
     Returns:
         `str`: Markdown with a YAML header.
@@ -86,8 +94,9 @@ def card_text(
     pooled = "last_hidden_state` of the last token, `<emb>" if plain else "pooler_output"
     sentences = [*([] if trained else [UNTRAINED_EMB]), *LIMITS, *limits]
     default = "A sparse mixture-of-experts embedder: any mix of text, images and video in, one vector out."
+    measured = evaluation_part(read_json(evaluation)) if evaluation is not None else []
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        metadata=_metadata(base_model, license),
+        metadata=_metadata(base_model, license, header or {}),
         name=name,
         description=description or default,
         architecture="\n".join(f"| {key} | {value} |" for key, value in _architecture(config)),
@@ -95,7 +104,8 @@ def card_text(
         trust_note="" if plain else " with `trust_remote_code=True`",
         pooled=pooled,
         conventions=_conventions(config),
-        evaluation=_evaluation(evaluation),
+        evaluation="\n".join([*measured, *results] or [NOT_EVALUATED]),
+        parts="".join(f"## {heading}\n\n" + "\n".join(lines) + "\n\n" for heading, lines in (parts or {}).items()),
         limits="\n".join(f"- {sentence}" for sentence in sentences),
     )
 
@@ -111,21 +121,27 @@ def license_of(folder: Path) -> str | None:
     return declared if isinstance(declared, str) else None
 
 
-def _metadata(base_model: str | None, license: str | None) -> str:
+def _metadata(base_model: str | None, license: str | None, further: Mapping[str, Any]) -> str:
     header: dict[str, Any] = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity"}
-    header["tags"] = TAGS
+    header["tags"] = [*TAGS, *(tag for tag in further.get("tags", ()) if tag not in TAGS)]
     if license:
         header["license"] = license
     if base_model:
         header["base_model"] = base_model
-    return yaml.safe_dump(header, sort_keys=False).strip()
+    header |= {key: value for key, value in further.items() if key != "tags"}
+    return yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip()
 
 
 def _architecture(config) -> list[tuple[str, str]]:
     text, vision, sizes = config.text_config, config.vision_config, count_parameters(config)
     kinds = list(text.layer_types)
     mixers = f"{kinds.count('linear_attention')} Gated DeltaNet, {kinds.count('full_attention')} full attention"
-    experts = f"{text.num_experts} routed, {text.num_experts_per_tok} per token, and 1 shared, in every block"
+    kind = getattr(config, "feed_forward", "moe") if hasattr(text, "num_experts") else "dense"
+    if kind == "moe":
+        shared = "1 shared" if text.shared_expert_intermediate_size else "none shared"
+        experts = f"{text.num_experts} routed, {text.num_experts_per_tok} per token, and {shared}, in every block"
+    else:
+        experts = {"modality": "1 each for text, image and video tokens, in every block", "dense": "none"}[kind]
     return [
         ("parameters", f"{human(sizes['total'])} in all"),
         ("active per text token", f"{human(sizes['active'])} (embedding table and vision tower not counted)"),
@@ -152,14 +168,6 @@ def _conventions(config) -> str:
         return layout
     rows = [f"- `{key}`: `{json.dumps(value, ensure_ascii=False)}`" for key, value in settings.items()]
     return "\n".join([f"{layout} Recorded with the model, so that every route gives the same vector:", "", *rows])
-
-
-def _evaluation(path: Path | None) -> str:
-    if path is None:
-        return "No evaluation of this repository has been run."
-    report = json.loads(Path(path).read_text(encoding="utf-8"))
-    note = "Per cent, with 95 % bootstrap intervals in parentheses; chance and the best baseline on the same items."
-    return "\n".join([note, "", *overview_rows(report)])
 
 
 def human(count: int) -> str:

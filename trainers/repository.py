@@ -140,7 +140,8 @@ def write_repository_files(
         processor (`MoEMBProcessor`, or with `plain` `Qwen3VLProcessor`): the processor.
         card_text (`str`, *optional*): README.md; none is written when empty.
         plain (`bool`, *optional*, defaults to `False`): no code of ours, for stacks that load stock models only.
-        conventions (`dict`, *optional*): settable conventions that replace the processor's, see `DEFAULT_EMBEDDING`.
+        conventions (`dict`, *optional*): settable conventions that replace the processor's, see `DEFAULT_EMBEDDING`;
+            with `plain` the prompts and the default prompt's name are heeded, and stand instead of Qwen's.
 
     Raises:
         RepositoryError: the processor does not fit (no template ending in `<emb>`, or `<emb>` not the configured
@@ -155,7 +156,12 @@ def write_repository_files(
         )
     config = copy.deepcopy(config)
     if plain:
-        prompts, default = dict.fromkeys(("default", "query", "document"), QWEN_PROMPT), "default"
+        known = {
+            "prompts": dict.fromkeys(("default", "query", "document"), QWEN_PROMPT),
+            "default_prompt_name": "default",
+        }
+        known |= conventions or {}
+        prompts, default = known["prompts"], known["default_prompt_name"]
     else:
         processor = _with_conventions(processor, conventions or {})
         config.embedding = processor.conventions()
@@ -318,7 +324,7 @@ def _sentence_transformers_files(dimension: int, prompts: dict, default: str | N
         {"idx": 2, "name": "2", "path": "2_Normalize", "type": _MODULES.format("base.modules.normalize.Normalize")},
     ]
     if not plain:
-        first |= {"type": "sentence_transformer_moemb.MoEMBTransformer", "kwargs": ["adaptive_compute"]}
+        first |= {"type": "sentence_transformer_moemb.MoEMBTransformer", "kwargs": ["adaptive_compute", "router_task"]}
     series = ".".join(version("transformers").split(".")[:2])
     return {
         "modules.json": modules,

@@ -11,6 +11,7 @@ import pytest
 from moemb.trainers import cli
 from tests.trainers.app_process import App
 from tests.trainers.conftest import FakeCorpus
+from tests.trainers.fake_vllm import environment
 from tests.trainers.rag_samples import RED, fill, png
 from tests.trainers.stock_checkpoint import save_stock_checkpoint, stock_config
 from tests.trainers.test_corpus_build import offline  # noqa: F401  (a fixture)
@@ -41,12 +42,24 @@ SMALL = {
         " --eval_datasets '{}' --eval_strategy no --load_best_model_at_end false --batch_size 4 --max_steps 1"
         " --save_strategy no --lora_expert_rank 0 --report_to none --output_dir runs/lora"
     ),
+    "moemb train --config recipes/moemb-mini/adaptive": (
+        "--corpus_sources '{emoji: {chunk: 4}}' --max_steps 3 --warmup_steps 0 --report_to none --output_dir runs/g"
+    ),
+    "moemb study": (
+        "--runs '{gate: {recipe: keep.yaml, changes: {corpus_sources: {}, max_steps: 1, batch_pairs: 4,"
+        " train_datasets: {d: {path: json, data_files: items.jsonl, max_rows: 6, columns: {query: text, positive: text}}}}}}'"
+        " --seeds '[0]' --tasks '[emoji-concept]' --policies '{}' --calibration_data '{}' --bootstrap_samples 5"
+        " --work runs/study --output study"
+    ),
     "moemb evaluate": "--tasks '[emoji-concept]' --pretrained_baselines false --bootstrap_samples 5 --output e.json",
     "moemb bench --suite encode": "--quick --no-plots --vllm none",
     "moemb bench --config": "--quick --no-plots --output bench",
     "moemb quickstart": "",
+    "moemb encode": "",
+    "moemb serving": "--python vllm/python --items 2 --dtype float32",
+    "moemb publish": "--allow-dirty --no-kernels",
 }
-SLOW = ("moemb quickstart", "moemb bench", "moemb analyze", "moemb prune-experts", "moemb evaluate", "moemb calibrate")
+SLOW = tuple(f"moemb {verb}" for verb in "study quickstart bench analyze prune-experts evaluate calibrate".split())
 
 
 def small(command: str) -> str:
@@ -73,6 +86,7 @@ def folder(tmp_path, monkeypatch, tiny_settings):
     items = [{"text": f"a text number {n}"} for n in range(6)] + [{"image": "red.png"}] * 2
     (here / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     fill(here / "files")
+    environment(here / "vllm")
     monkeypatch.chdir(here)
     monkeypatch.setenv("MOEMB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("moemb.trainers.corpus.load_corpus", lambda path: FakeCorpus())
@@ -82,7 +96,8 @@ def folder(tmp_path, monkeypatch, tiny_settings):
 def filled_in(command: str) -> list[str]:
     """DIR is the stock checkpoint to read from, and a new folder to write to."""
     words = shlex.split(f"{command} {small(command)}")
-    known = {"--from": "Qwen/Qwen3.5-35B-A3B", "--to": "written"}
+    known = {"--from": "Qwen/Qwen3.5-35B-A3B", "--input": "files"}
+    known |= dict.fromkeys(("--to", "--output", "--dry-run"), "written")
     return [known.get(words[place - 1], word) if word == "DIR" else word for place, word in enumerate(words)]
 
 
