@@ -173,6 +173,11 @@ def _check_budget(folder: Path, settings: ThresholdSettings) -> None:
 
     try:
         model = MoEMBConfig.from_dict(read_json_mapping(folder / "config.json"))
+        if model.feed_forward != "moe":
+            raise CalibrationError(
+                f"the model {folder} has no learned router (feed_forward {model.feed_forward!r}): there are no "
+                "routing weights to calibrate thresholds on"
+            )
         text = model.text_config
         scales = [1.0] * text.num_hidden_layers
         by_modality = dict.fromkeys(MODALITIES, scales)

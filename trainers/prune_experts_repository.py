@@ -40,7 +40,9 @@ RECORD_NAME = "expert_pruning.json"
 STALE_BUDGET = (
     "The compute budget in `config.json` was calibrated with all experts; calibrate it again before you rely on it."
 )
-_PER_EXPERT = re.compile(r"^language_model\.layers\.(\d+)\.mlp\.(gate\.weight|experts\.(gate_up_proj|down_proj))$")
+_PER_EXPERT = re.compile(
+    r"^language_model\.layers\.(\d+)\.mlp\.((gate|task_router)\.weight|experts\.(gate_up_proj|down_proj))$"
+)
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".gguf", ".h5", ".msgpack", ".ot")
 
 
@@ -65,6 +67,11 @@ def read_pruning_config(folder: Path) -> dict[str, Any]:
         raise PruningError(
             f"model {folder} has model_type {settings.get('model_type')!r}: experts are pruned from MoEMB "
             f"repositories; make one with 'moemb convert --from {folder} --to DIR'"
+        )
+    if settings.get("feed_forward", "moe") != "moe":
+        raise PruningError(
+            f"model {folder} has no learned router (feed_forward {settings['feed_forward']!r}); experts are pruned "
+            "from native or upcycled models"
         )
     text = settings.get("text_config")
     if not isinstance(text, dict) or not all(

@@ -167,7 +167,14 @@ def experts_to_keep(scores: Tensor, keep: int) -> Tensor:
 
 
 def expert_blocks(model: Any) -> list[Any]:
-    """The blocks of a `MoEMBModel` that hold a router (`gate`) and experts, in order."""
+    """The blocks of a `MoEMBModel` that hold a router (`gate`) and experts, in order.
+
+    Raises:
+        SaliencyError: the model has no learned router.
+    """
+    kind = getattr(model.config, "feed_forward", "moe")
+    if kind != "moe":
+        raise SaliencyError(f"the model has no learned router (feed_forward {kind!r}): its experts have no saliency")
     return [layer.mlp for layer in model.language_model.layers]
 
 
@@ -201,7 +208,9 @@ def observed(model: Any, statistics: ExpertStatistics) -> Iterator[Callable[[Ten
                 )
             for start in range(0, states.shape[0], ROWS_AT_ONCE):
                 rows = slice(start, start + ROWS_AT_ONCE)
-                _add_rows(statistics, layer, block, states[rows], groups[rows])
+                condition = args[3] if len(args) > 3 else kwargs.get("condition")
+                condition = None if condition is None else condition.take(rows)
+                _add_rows(statistics, layer, block, states[rows], groups[rows], condition)
 
         return add
 
@@ -216,8 +225,12 @@ def observed(model: Any, statistics: ExpertStatistics) -> Iterator[Callable[[Ten
             handle.remove()
 
 
-def _add_rows(statistics: ExpertStatistics, layer: int, block: Any, states: Tensor, groups: Tensor) -> None:
+def _add_rows(
+    statistics: ExpertStatistics, layer: int, block: Any, states: Tensor, groups: Tensor, condition: Any = None
+) -> None:
     logits = block.gate(states)
+    if condition is not None:
+        logits = logits + block.task_router(condition)
     routing = route(logits, block.top_k, torch.float32)
     index, experts = routing.expert_index, logits.shape[-1]
     # one slot of weight 1 per pair: what comes back is each expert's own output

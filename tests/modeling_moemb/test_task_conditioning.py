@@ -193,6 +193,27 @@ def test_through_the_processor_and_sentence_transformers(tmp_path, tiny_settings
         embedder.encode(texts, router_task="nothing")
 
 
+def test_experts_are_pruned_with_their_rows_of_u(tmp_path, tiny_settings):
+    """Equal to a router logit of minus infinity for the experts that went."""
+    from moemb.trainers.prune_experts_repository import write_pruned_repository
+    from moemb.trainers.repository import assemble_repository
+
+    processor = lean_processor()
+    model = build(tiny_settings, processor)
+    model.add_task_conditioning(ID)
+    source = assemble_repository(tmp_path / "whole", model=trained(model), processor=processor)
+    keep = torch.stack([torch.randperm(8)[:5].sort().values for _ in range(8)])
+    record = {"model": "whole", "saliency": "reap", "items": 0}
+    pruned = MoEMBModel.from_pretrained(write_pruned_repository(source, tmp_path / "pruned", keep, record)).eval()
+    assert pruned.language_model.layers[0].mlp.task_router.weight.shape == (5, 12)
+    for layer, kept in zip(model.language_model.layers, keep, strict=True):
+        mask = torch.full((8,), float("-inf")).index_fill(0, kept, 0.0)
+        layer.mlp.task_router.register_forward_hook(lambda _, inputs, output, mask=mask: output + mask)
+    features = processor(["one text", "another one"])
+    expected = vectors(model, features, router_task="vqa")
+    torch.testing.assert_close(vectors(pruned, features, router_task="vqa"), expected, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

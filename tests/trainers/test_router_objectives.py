@@ -74,7 +74,7 @@ def plain_gradients(model, batch, settings):
         loss = loss + settings["router_conflict_weight"] * expected_conflict(logits, tasks, groups, overlap)
     total = contrast(output.pooler_output) + loss
     total.backward()
-    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(torch.as_tensor(loss).detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def chunk_of(model, items, rows, pooled_grad=None):
@@ -102,7 +102,7 @@ def cached_gradients(model, items, objectives, chunks=CHUNKS):
     for rows in chunks:
         chunk = chunk_of(model, items, rows, vectors.grad)
         loss = objectives.second_pass(chunk)
-        total += float(loss)
+        total += loss.item()
         ((chunk.pooled * chunk.pooled_grad).sum() + loss).backward()
     objectives.end_step()
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -334,6 +334,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tiny_model, tmp_path):
     items = mixed_items()
     torch.save({"items": items}, tmp_path / "given.pt")

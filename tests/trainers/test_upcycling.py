@@ -217,6 +217,7 @@ def test_plain_dense_repository_loads_in_stock_stacks(dense, expected, tmp_path)
     assert (F.normalize(torch.cat(states)) - expected[1]).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_designs_load_in_a_process_without_the_package(converted, expected, tmp_path):
     save_file({"expected": expected[1]}, tmp_path / "expected.safetensors")
     code = """
@@ -266,6 +267,22 @@ def test_command_line(dense, tmp_path, capsys):
     assert json.loads((tmp_path / "new/config.json").read_text())["text_config"]["num_experts"] == 8
     assert cli.main([*call, str(tmp_path / "other"), "--design", "dense", "--replicas", "2"]) == 1
     assert "--replicas needs --design upcycled, but the design is dense" in capsys.readouterr().err
+
+
+def test_tools_for_learned_routers_refuse_models_without_one(converted, tmp_path):
+    from moemb.trainers.calibration import _check_budget
+    from moemb.trainers.calibration_passes import CalibrationError
+    from moemb.trainers.prune_experts_repository import PruningError, read_pruning_config
+    from moemb.trainers.saliency import SaliencyError, expert_blocks
+
+    for name in ("dense", "modality"):
+        with pytest.raises(PruningError, match=f"has no learned router \\(feed_forward '{name}'\\)"):
+            read_pruning_config(converted[name])
+        with pytest.raises(SaliencyError, match="has no learned router"):
+            expert_blocks(MoEMBModel.from_pretrained(converted[name]))
+        with pytest.raises(CalibrationError, match="has no learned router"):
+            _check_budget(converted[name], None)
+    assert read_pruning_config(converted["upcycled"])["feed_forward"] == "moe"
 
 
 @pytest.mark.parametrize(
