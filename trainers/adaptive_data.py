@@ -116,7 +116,7 @@ class CorpusData:
         vision = config.vision_config
         shape = PictureShape(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
         self.encoder = BatchEncoder(tokenizer, shape)
-        self.mixture = build_mixture(_mixture_settings(sources, seed), corpus, {}, {})
+        self.mixture = build_mixture(mixture_settings(sources, seed), corpus, {}, {})
         self.validation = ValidationSet(corpus, BatchEncoder(tokenizer, shape), seed=seed)
 
     def batch(self, step: int) -> AdaptiveBatch:
@@ -136,7 +136,8 @@ class CorpusData:
         return self.validation.evaluate(model)
 
 
-def _mixture_settings(sources: Mapping[str, Mapping], seed: int) -> SimpleNamespace:
+def mixture_settings(sources: Mapping[str, Mapping], seed: int) -> SimpleNamespace:
+    """What `build_mixture` asks for, of sources with `rate` and `chunk`; the others are off."""
     settings = {"seed": seed}
     for name in CORPUS_SOURCES:
         settings |= {f"{name}_rate": 0.0, f"{name}_chunk": 16}

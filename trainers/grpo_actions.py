@@ -260,7 +260,7 @@ class StoredGates:
             rows = (rollout >= 0).nonzero().squeeze(1)
             segment = call.segment[rows]
             place = call.place[rows] + begin[segment]
-            inputs = tuple(tensor[rows] for tensor in call.inputs)
+            inputs = tuple(tensor[rows.to(tensor.device)] for tensor in call.inputs)
             self.calls.append((call.kind, call.block, rollout[rows], place, policy.keys[segment], inputs))
 
     def select(self, rollouts: Tensor, total: int) -> list[StoredCall]:
@@ -276,7 +276,7 @@ class StoredGates:
         for kind, block, rollout, place, keys, inputs in self.calls:
             rows = (row_of[rollout] >= 0).nonzero().squeeze(1)
             if len(rows):
-                held = tuple(tensor[rows] for tensor in inputs)
+                held = tuple(tensor[rows.to(tensor.device)] for tensor in inputs)
                 chosen.append((kind, block, row_of[rollout[rows]], place[rows], keys[rows], held))
         return chosen
 
@@ -298,7 +298,7 @@ def replayed_from_logits(
     matrices = [torch.zeros(completions.shape, device=completions.device) for _ in range(2)]
     rows, columns, values = [], [], ([], [])
     for (kind, block, row, place, keys, _), each in zip(calls, logits, strict=True):
-        each = each if each.dim() == 2 else each[:, None]
+        each = (each if each.dim() == 2 else each[:, None]).to(completions.device)
         column = place[:, None] + torch.arange(each.shape[1], device=place.device)
         row = row[:, None].expand_as(column)
         log_odds = exploration.log_odds(each.float(), kind, block, keys)

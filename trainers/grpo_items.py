@@ -34,7 +34,7 @@ class EncodedItem:
         return [tuple(row) for name in GRIDS if name in self.inputs for row in self.inputs[name].tolist()]
 
 
-def encode_item(processor, item: Any, side: str, number: int = 0) -> EncodedItem:
+def encode_item(processor, item: Any, side: str, number: int = 0, instruction: str | None = None) -> EncodedItem:
     """Run the processor on one item.
 
     Args:
@@ -42,9 +42,13 @@ def encode_item(processor, item: Any, side: str, number: int = 0) -> EncodedItem
         item: as the processor takes it.
         side (`str`): `"query"` or `"document"`: which of the recorded prompts it gets.
         number (`int`): what the item is called in errors.
+        instruction (`str`, *optional*): stands instead of the recorded prompt.
     """
-    prompt = side if side in processor.embedding["prompts"] else None
-    inputs = dict(processor([item], prompt_name=prompt, indices=[number]))
+    if instruction is not None:
+        given = {"instruction": instruction}
+    else:
+        given = {"prompt_name": side if side in processor.embedding["prompts"] else None}
+    inputs = dict(processor([item], indices=[number], **given))
     inputs.pop("attention_mask")
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(inputs):

@@ -60,6 +60,9 @@ def reward_functions(given, args: MoEMBGRPOConfig, trains_backbone: bool) -> lis
 
 
 def check_columns(dataset) -> None:
+    """Whether a data set holds pairs; what a transform makes is seen only when a row is read."""
+    if getattr(dataset, "format", {}).get("type") == "custom":
+        return
     columns = getattr(dataset, "column_names", None)
     missing = [name for name in COLUMNS if columns is not None and name not in columns]
     if missing:

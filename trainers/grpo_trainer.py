@@ -15,6 +15,7 @@ They are private to TRL: `tests/trainers/test_grpo_guard.py` says what changed w
 """
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from .grpo_config import MoEMBGRPOConfig
 from .grpo_items import SIDES, describe_item, encode_item
 from .grpo_rollouts import RolloutBatch, RolloutSettings, replay_rollouts, run_rollouts
 from .grpo_setup import COLUMNS, GRPOError, check_columns, gates_budget, reward_functions
+from .packed_trainer import COMPLETE_MARKER
 from .rewards import retrieval_scores
 
 
@@ -54,7 +56,8 @@ class MoEMBGRPOTrainer(GRPOTrainer):
         args ([`MoEMBGRPOConfig`]): Settings.
         train_dataset (`Dataset` or `IterableDataset`):
             Pairs of items: a query in the column `prompt` and its target in `positive`, as the processor takes them.
-            Other columns are passed to the reward functions.
+            `prompt_instruction` and `positive_instruction` (*optional*) stand instead of the recorded prompts. All
+            columns are passed to the reward functions.
         eval_dataset (*optional*): The same for evaluation.
         processing_class (`MoEMBProcessor`): The model's processor.
         peft_config (`PeftConfig`, *optional*): Adapters to train beside the gates.
@@ -91,7 +94,6 @@ class MoEMBGRPOTrainer(GRPOTrainer):
                 name.startswith("gates.") or (parameter.requires_grad and not args.freeze_backbone)
             )
         reward_funcs = reward_functions(reward_funcs, args, trains_backbone := not args.freeze_backbone)
-        text_config, pad = model.config.get_text_config(), model.config.get_text_config().pad_token_id
         model.generation_config = GenerationConfig()  # TRL asks for one, though nothing is generated
         super().__init__(
             model=model,
@@ -105,7 +107,6 @@ class MoEMBGRPOTrainer(GRPOTrainer):
         )
         del model.generation_config
         vars(model).pop("forward", None)  # TRL's fused language-model head
-        text_config.pad_token_id = pad
         for name, parameter in model.gates.named_parameters():
             if "lora_" in name:
                 raise GRPOError(f"peft_config adapts the gates ({name}): leave them out, exclude_modules=r'.*gates.*'")
@@ -172,7 +173,7 @@ class MoEMBGRPOTrainer(GRPOTrainer):
         rows = [(inputs[start], int(group)) for start, group in zip(starts, groups.tolist(), strict=True)]
         pairs = [
             tuple(
-                encode_item(self.processing_class, row[name], side, group)
+                encode_item(self.processing_class, row[name], side, group, row.get(f"{name}_instruction"))
                 for name, side in zip(COLUMNS, SIDES, strict=True)
             )
             for row, group in rows
@@ -363,6 +364,9 @@ class MoEMBGRPOTrainer(GRPOTrainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             (folder / STATE).write_text(json.dumps({"max_completion_length": self.max_completion_length}) + "\n")
+            partial = folder / f".{COMPLETE_MARKER}"  # written last: a folder without it was cut short by a kill
+            partial.write_text(json.dumps({"step": self.state.global_step}) + "\n")
+            os.replace(partial, folder / COMPLETE_MARKER)
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -9,10 +9,10 @@ import sys
 from .errors import MoEMBError
 
 
-HELP = "train a model as a recipe says (method: contrastive, adaptive; pretrain, mini-contrastive for moemb-mini)"
+HELP = "train a model as a recipe says (method: contrastive, adaptive, grpo; moemb-mini: pretrain, mini-contrastive)"
 ACCEPTS_OVERRIDES = True
 
-METHODS = ("contrastive", "pretrain", "mini-contrastive", "adaptive")
+METHODS = ("contrastive", "pretrain", "mini-contrastive", "adaptive", "grpo")
 
 
 class TrainError(MoEMBError, ValueError):
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if method not in METHODS:
         raise TrainError(f"{args.config}: method is {method!r}; write one of 'method: {' | '.join(METHODS)}'")
     keep_freed_memory()
-    if method == "adaptive":
-        return run_adaptive(args)
+    if method in ("adaptive", "grpo"):
+        return run_adaptive(args) if method == "adaptive" else run_grpo(args)
     return run_contrastive(args) if method == "contrastive" else run_mini(args, method)
 
 
@@ -71,6 +71,18 @@ def run_adaptive(args: argparse.Namespace) -> int:
     if args.publish:
         raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
     (config,) = load_recipe(args.config, AdaptiveConfig, overrides=args.overrides, extra_keys=("method",))
+    config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
+    return run_trainer(build_trainer(config), args)
+
+
+def run_grpo(args: argparse.Namespace) -> int:
+    """Gates trained by policy optimisation."""
+    from .grpo_run import GRPORunConfig, build_trainer
+    from .recipe import load_recipe
+
+    if args.publish:
+        raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
+    (config,) = load_recipe(args.config, GRPORunConfig, overrides=args.overrides, extra_keys=("method",))
     config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
     return run_trainer(build_trainer(config), args)
 
