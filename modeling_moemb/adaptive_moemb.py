@@ -179,10 +179,12 @@ class ComputeDial:
         if self.gates is None:
             return BlockDial(policies, block == last_seen)
 
-        def gated(routing: Routing, states: Tensor) -> Routing:
-            return self.gates.route(block, packed, output_rows, routing, states)
+        mask = self.gates.mask  # of this block, also when it is recomputed for the backward pass
 
-        return BlockDial(policies, block == last_seen, gated, self.gates.mask)
+        def gated(routing: Routing, states: Tensor) -> Routing:
+            return self.gates.route(block, packed, output_rows, routing, states, mask)
+
+        return BlockDial(policies, block == last_seen, gated, mask)
 
     def end(self, block: int, packed: PackedTokens, done: BlockDial, output_rows: Tensor | None) -> Tensor | None:
         """Take in what the block reports; the survivors (`torch.BoolTensor` `(tokens,)`) if tokens are dropped now."""

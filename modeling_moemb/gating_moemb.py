@@ -176,7 +176,13 @@ class GateDial:
     # Experts
 
     def route(
-        self, block: int, packed: PackedTokens, rows: Tensor | None, routing: Routing, states: Tensor
+        self,
+        block: int,
+        packed: PackedTokens,
+        rows: Tensor | None,
+        routing: Routing,
+        states: Tensor,
+        mask: Tensor | None = None,
     ) -> Routing:
         """The pairs that the skip gate and the null experts leave.
 
@@ -186,12 +192,13 @@ class GateDial:
             rows (`torch.LongTensor` of shape `(rows,)`, *optional*): those that its experts see; all when `None`.
             routing (`Routing`): the router's choice for these.
             states (`torch.Tensor` of shape `(rows, hidden)`): the router's input.
+            mask (`torch.FloatTensor` of shape `(tokens,)`, *optional*): the factor of each token in this block.
         """
         logits = routing.logits
         for kind in ("skip", "null"):
             if kind not in self.kinds or not self.gates.has(kind, block):
                 continue
-            places = self._acting(kind, block, packed, rows, routing)
+            places = self._acting(kind, block, packed, rows, routing, mask)
             if not len(places):
                 continue
             there, tokens = places.to(states.device), places if rows is None else rows[places]
@@ -201,11 +208,19 @@ class GateDial:
             routing = routing.put(there, _carried_out(acting, decision, kind == "null"))
         return routing
 
-    def _acting(self, kind: str, block: int, packed: PackedTokens, rows: Tensor | None, routing: Routing) -> Tensor:
+    def _acting(
+        self,
+        kind: str,
+        block: int,
+        packed: PackedTokens,
+        rows: Tensor | None,
+        routing: Routing,
+        mask: Tensor | None,
+    ) -> Tensor:
         """Places among the rows that may act: they are alive, still run experts, and are not `<emb>` at the end."""
         eligible = torch.ones_like(packed.segment, dtype=torch.bool)
-        if self.mask is not None:
-            eligible = self.mask.detach() > 0.5
+        if mask is not None:
+            eligible = mask.detach() > 0.5
         if block == self.last_block:
             eligible = eligible.index_fill(0, packed.last_rows, False)
         eligible = eligible if rows is None else eligible[rows]

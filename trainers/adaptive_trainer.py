@@ -61,6 +61,7 @@ class AdaptiveTrainer(PackedTrainer):
     ):
         self.data, self.source = data, source
         had = set(model.config.gates or {})
+        torch.manual_seed(args.seed)
         try:
             attach_gates(model, args.gates)
         except ValueError as error:
