@@ -186,6 +186,8 @@ class RouterObjectives:
     def second_pass(self, chunk: RouterChunk) -> Tensor:
         if self.conflict is not None and chunk.pooled_grad is not None:
             self.conflict.observe(chunk)
+        if not any(self.weights.values()):
+            return chunk.router_logits[0].new_zeros(())
         sums = RouterSums.of(chunk, self.top_k, self.num_tasks)
         share = (self.gradient[0] * sums.probability).sum() + (self.gradient[1] * sums.square).sum()
         share = share + self.offset * sums.tokens[0].sum() / self.sums.tokens[0].sum()

@@ -112,7 +112,7 @@ def test_intervals_cover_queries_and_seeds():
         name: [{t.name: ranks(generator.random(len(t.queries)) < p) for t in tasks} for p in seeds]
         for name, seeds in level.items()
     }
-    found = study_quality(runs, tasks, 4000, 0)["variants"]
+    found = study_quality(runs, tasks, 2000, 0)["variants"]
 
     def values(name):
         return [np.stack([run[t.name].rank == 1 for run in runs[name]]).astype(float) for t in tasks]
@@ -122,7 +122,7 @@ def test_intervals_cover_queries_and_seeds():
         assert found[name]["mean"]["R@1"]["value"] == pytest.approx(np.mean([t.mean() for t in tables]))
         assert found[name]["seeds"]["R@1"] == pytest.approx(np.mean([t.mean(1) for t in tables], axis=0))
         drawn = []
-        for _ in range(4000):  # the plain way
+        for _ in range(2000):  # the plain way
             seeds, total = generator.integers(0, 3, 3), 0.0
             for task, table in zip(tasks, tables, strict=True):
                 labels = np.arange(table.shape[1]) if task.clusters is None else task.clusters
@@ -131,7 +131,7 @@ def test_intervals_cover_queries_and_seeds():
                 total += table[seeds][:, rows].mean() / 2
             drawn.append(total)
         expected = np.percentile(drawn, [2.5, 97.5])
-        np.testing.assert_allclose(found[name]["mean"]["R@1"]["interval"], expected, atol=0.02)
+        np.testing.assert_allclose(found[name]["mean"]["R@1"]["interval"], expected, atol=0.025)
     assert found["first"]["change"]["R@1"] == {"value": 0.0, "interval": [0.0, 0.0]}
     widths = [np.diff(found[name]["mean"]["R@1"]["interval"])[0] for name in level]
     assert widths[1] > 1.5 * widths[0]

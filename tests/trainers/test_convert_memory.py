@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from moemb.trainers.convert import plan_tensors
 from moemb.trainers.convert_plan import base_keys, split_into_shards
 from moemb.trainers.convert_safetensors import read_checkpoint
 
-from .stock_checkpoint import stock_config, stock_processor
+from .stock_checkpoint import dense_config, stock_config, stock_processor
 
 
 MEMORY = 1_200_000_000  # what the process may have resident, libraries included
@@ -23,24 +23,25 @@ import resource, sys
 import torch, transformers
 import modeling_moemb.processing_moemb
 from transformers import AutoProcessor, Qwen3_5MoeForConditionalGeneration
-from moemb.trainers import convert, model_card, repository
+from moemb.trainers import convert, model_card, repository, upcycling
 
 status = open("/proc/self/status").read()
 size = int(status.split("VmSize:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[3]),) * 2)
-convert.convert_checkpoint(sys.argv[1], sys.argv[2])
+design = upcycling.Design(sys.argv[4], granularity=8, replicas=2)
+convert.convert_checkpoint(sys.argv[1], sys.argv[2], design=design)
 print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def write_sparse_checkpoint(folder, config, packed: bool) -> int:
+def write_sparse_checkpoint(folder, config, packed: bool, model_class=Qwen3_5MoeForConditionalGeneration) -> int:
     """Write headers over holes: files with the sizes of a real checkpoint that take no room on the disk.
 
     Returns:
         `int`: bytes of all tensors.
     """
     with torch.device("meta"):
-        state = Qwen3_5MoeForConditionalGeneration(config).state_dict()
+        state = model_class(config).state_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     if not packed:
         shapes = dict(one_by_one(shapes))
@@ -62,7 +63,7 @@ def write_sparse_checkpoint(folder, config, packed: bool) -> int:
             file.truncate(8 + len(text) + end)
         total += end
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config.architectures = ["Qwen3_5MoeForConditionalGeneration"]
+    config.architectures = [model_class.__name__]
     config.save_pretrained(folder)
     stock_processor().save_pretrained(folder)
     return total
@@ -98,7 +99,7 @@ def test_conversion_needs_memory_for_a_block_not_for_a_shard(tmp_path, tiny_sett
     total = write_sparse_checkpoint(tmp_path / "stock", config, packed)
     assert total > 4 * MEMORY
     run = subprocess.run(
-        [sys.executable, "-c", LIMITED_RUN, str(tmp_path / "stock"), str(tmp_path / "new"), str(EXTRA)],
+        [sys.executable, "-c", LIMITED_RUN, str(tmp_path / "stock"), str(tmp_path / "new"), str(EXTRA), "native"],
         capture_output=True,
         text=True,
         timeout=850,
@@ -107,6 +108,31 @@ def test_conversion_needs_memory_for_a_block_not_for_a_shard(tmp_path, tiny_sett
     assert int(run.stdout.split("peak")[1]) < MEMORY
     converted = read_checkpoint(tmp_path / "new")
     assert sum(tensor.num_bytes for tensor in converted.values()) == total - 2 * 200_000 * 1024  # all but lm_head
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("design", ["upcycled", "modality"])
+def test_upcycling_needs_memory_for_a_block_not_for_a_matrix(tmp_path, tiny_settings, design):
+    settings = json.loads(json.dumps(tiny_settings))
+    settings["text_config"] |= {"hidden_size": 2048, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    settings["vision_config"]["out_hidden_size"] = 2048
+    width = 163_840
+    config = dense_config(settings, width)
+    write_sparse_checkpoint(tmp_path / "stock", config, True, Qwen3_5ForConditionalGeneration)
+    matrix = 2 * 2048 * width
+    assert matrix > EXTRA
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED_RUN, str(tmp_path / "stock"), str(tmp_path / "new"), str(EXTRA), design],
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split("peak")[1]) < MEMORY
+    copies = {"upcycled": 2, "modality": 3}[design]
+    experts = {k: t for k, t in read_checkpoint(tmp_path / "new").items() if ".experts." in k}
+    assert sum(tensor.num_bytes for tensor in experts.values()) == copies * 3 * matrix
 
 
 A10B = {

@@ -74,7 +74,7 @@ def plain_gradients(model, batch, settings):
         loss = loss + settings["router_conflict_weight"] * expected_conflict(logits, tasks, groups, overlap)
     total = contrast(output.pooler_output) + loss
     total.backward()
-    return float(torch.as_tensor(loss).detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def chunk_of(model, items, rows, pooled_grad=None):
