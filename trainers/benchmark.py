@@ -18,6 +18,7 @@ SUITES = {
     "encode": "benchmark_encode",
     "train": "benchmark_train",
     "contrastive": "benchmark_contrastive",
+    "rollouts": "benchmark_rollouts",
 }
 
 
