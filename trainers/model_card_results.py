@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .benchmark_report import load_text
+from .evaluation_benchmark_report import result_rows
 from .evaluation_report import overview_rows, percent
 
 
@@ -40,8 +41,8 @@ def benchmark_part(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     Args:
         reports (`Mapping[str, Mapping]`): by file name, what `moemb evaluate` writes for a benchmark: `benchmark`,
-            `tasks` (each with `name`, `metric`, `value` as a share and, where they apply, `kind` and `settings`), and
-            `mean` where all tasks were run.
+            `tasks` (each with `name`, `group`, `metric`, `value` as a share, `interval` and `complete`), and `mean`
+            where all tasks were run.
     """
     lines = []
     for report in reports.values():
@@ -49,15 +50,10 @@ def benchmark_part(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
             "",
             f"### {report['benchmark']}",
             "",
-            "| task | kind | metric | value |",
-            "| --- | --- | --- | ---: |",
+            *result_rows(report),
         ]
-        lines += [
-            f"| {task['name']} | {task.get('kind', '')} | {task['metric']} | {percent(task['value'])} |"
-            for task in report["tasks"]
-        ]
-        if report.get("mean") is not None:
-            lines.append(f"| **mean** | | | {percent(report['mean'])} |")
+        if report["mean"] is not None:
+            lines += ["", f"Mean of the benchmark: {percent(report['mean'])}."]
     return lines
 
 
@@ -136,8 +132,8 @@ def serving_part(report: Mapping[str, Any]) -> list[str]:
     """What was compared when the plain variant was served, from `moemb serving`'s report."""
     compared = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [
-        f"Served by vLLM and compared with this model at full compute ({compared}, {report['dtype']}, "
-        f"{report['device']}):",
+        f"The plain variant, served by `{report['server']}`, beside our code at full compute ({compared}; "
+        f"{report['dtype']}, {report['device']}):",
         "",
         "| route | items | median cosine | lowest cosine |",
         "| --- | ---: | ---: | ---: |",
@@ -198,6 +194,7 @@ def model_index(folder: Path, name: str) -> list[dict[str, Any]]:
                 metric_value=round(100 * task["value"], 2),
             )
             for task in report["tasks"]
+            if task["complete"]  # the Hub compares what has the same name
         ]
     return eval_results_to_model_index(name, results) if results else []
 

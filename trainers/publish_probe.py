@@ -23,6 +23,11 @@ def texts() -> list:
     ]
 
 
+def plain_texts() -> list:
+    """Texts that a stock stack reads as we do: those without special tokens, which it obeys and we do not."""
+    return [text for text in texts() if "<" not in text]
+
+
 def media() -> list:
     """Pictures, a clip, and mixes in order; arrays, so that no file has to travel."""
     import numpy as np
@@ -117,7 +122,7 @@ def main(request: dict) -> int:
 
     model = load(request)
     items = (
-        texts()
+        plain_texts()
         if request.get("text_only")
         else [*texts(), *media(), *(mixed() if request["trust_remote_code"] else [])]
     )

@@ -4,13 +4,15 @@
    created as they will be, and stay empty until their commit).
 2. Weight files go to the Hub's storage, where nobody sees them until a commit names them. What is there already is not
    sent again, so a run that was interrupted goes on where it stood.
-3. One commit per repository holds all of its files, and removes those that it no longer has.
+3. One commit per repository holds all of its files, and removes those that it no longer has. The branch `v1` (by its
+   version) of a kernel repository, which `kernels.get_kernel(..., version=1)` asks for, follows with the same files.
 4. Only when every commit is in do new repositories become public (unless they are to stay private).
 
 So whatever stops a run, no public repository is ever half of what it should be.
 """
 
 import json
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,8 @@ def upload(
         journal (`Path`): file that remembers which repositories this publication has made, over interruptions.
         message (`str`): message of the commits.
         private (`bool`, *optional*, defaults to `False`): whether new repositories stay private.
-        revision (`str`, *optional*): branch to commit to; `main` by default. A new branch is made.
+        revision (`str`, *optional*): branch of the model repositories to commit to; `main` by default. A new one is
+            made.
         api (`HfApi`, *optional*): the client; by default the user's, with the token of `hf auth login` or `HF_TOKEN`.
 
     Returns:
@@ -63,18 +66,28 @@ def upload(
     _check_access(api, trees)
     for tree in trees:
         _guarded(tree, "create", lambda tree=tree: _create(api, tree, revision, private, journal))
-    operations = {}
+    operations: dict[Tree, list] = {}
     with tqdm(trees, unit="repository", desc="Uploading files") as bar:
         for tree in bar:
             bar.set_postfix_str(tree.repository)
-            operations[tree] = _guarded(tree, "upload the files of", lambda tree=tree: _preupload(api, tree, revision))
-    commits = []
-    for tree in trees:
-        commits.append(
-            _guarded(
-                tree, "commit to", lambda tree=tree: _commit(api, tree, operations[tree], revision, message), commits
+            branch = revision if tree.repo_type == "model" else None
+            operations[tree] = _guarded(
+                tree, "upload the files of", lambda tree=tree, branch=branch: _preupload(api, tree, branch)
             )
+    commits: list[str] = []
+    for tree in trees:
+        branch = revision if tree.repo_type == "model" else None
+        address, oid = _guarded(
+            tree,
+            "commit to",
+            lambda tree=tree, branch=branch: _commit(api, tree, operations[tree], branch, message),
+            commits,
         )
+        commits.append(address)
+        if tree.repo_type == "kernel":
+            _guarded(
+                tree, "set the version of", lambda tree=tree, oid=oid: _set_version(api, tree, oid, message), commits
+            )
     if not private:
         made = _read_journal(journal)
         for tree in (tree for tree in trees if [tree.repo_type, tree.repository] in made):
@@ -134,7 +147,7 @@ def _create(api: Any, tree: Tree, revision: str | None, private: bool, journal: 
             entry = [tree.repo_type, tree.repository]
             write_atomically(journal, json.dumps([*made, *([] if entry in made else [entry])]))
         api.create_repo(**kind, private=closed, exist_ok=True)
-    if revision not in (None, "main"):
+    if revision not in (None, "main") and tree.repo_type == "model":
         api.create_branch(tree.repository, repo_type=tree.repo_type, branch=revision, exist_ok=True)
 
 
@@ -171,7 +184,8 @@ def _is_large(path: Any) -> bool:
     return str(path).endswith((".safetensors", ".so", ".png"))
 
 
-def _commit(api: Any, tree: Tree, additions: list[Any], revision: str | None, message: str) -> str:
+def _commit(api: Any, tree: Tree, additions: list[Any], revision: str | None, message: str) -> tuple[str, str]:
+    """The one commit of a repository; returns its address and its id."""
     from huggingface_hub import CommitOperationDelete
 
     present = {addition.path_in_repo for addition in additions}
@@ -183,7 +197,23 @@ def _commit(api: Any, tree: Tree, additions: list[Any], revision: str | None, me
         repo_type=tree.repo_type,
         revision=revision,
     )
-    return str(done.commit_url)
+    return str(done.commit_url), done.oid
+
+
+def version_branch(folder: Path) -> str:
+    """The branch that `kernels` finds a version of a kernel repository by."""
+    settings = tomllib.loads((folder / "build.toml").read_text(encoding="utf-8"))
+    return f"v{settings['general']['version']}"
+
+
+def _set_version(api: Any, tree: Tree, oid: str, message: str) -> None:
+    """Lets the version's branch begin at the commit, or gives it the same files where it exists."""
+    branch = version_branch(tree.folder)
+    refs = api.list_repo_refs(tree.repository, repo_type=tree.repo_type)
+    if branch in {ref.name for ref in refs.branches}:
+        _commit(api, tree, _preupload(api, tree, branch), branch, message)
+    else:
+        api.create_branch(tree.repository, repo_type=tree.repo_type, branch=branch, revision=oid)
 
 
 def _open(api: Any, tree: Tree) -> None:

@@ -65,7 +65,8 @@ def reference(
         device (`str`, *optional*): where the model runs.
         adapter (`Path`, *optional*): merged into the model.
         dtype (`str`, *optional*): of the weights; as they are stored by default.
-        full_compute (`bool`, *optional*, defaults to `False`): leave the recorded compute budget out, and all media.
+        full_compute (`bool`, *optional*, defaults to `False`): as a plain variant: without the recorded budget,
+            and only the texts that a stock stack reads as we do.
 
     Returns:
         `dict[str, np.ndarray]`: float32 `[items, dim]` by side: `encode`, `query`, `document`.
@@ -90,8 +91,9 @@ def reference(
     processor = MoEMBProcessor.from_pretrained(str(source))
     prompts, default = processor.embedding["prompts"], processor.embedding["default_prompt_name"]
     sides = {"encode": prompts.get(default, ""), **{side: prompts.get(side, "") for side in ("query", "document")}}
-    items, budget = publish_probe.texts(), {} if full_compute else None
-    items += [] if full_compute else [*publish_probe.media(), *publish_probe.mixed()]
+    items, budget = [*publish_probe.texts(), *publish_probe.media(), *publish_probe.mixed()], None
+    if full_compute:
+        items, budget = publish_probe.plain_texts(), {}
     vectors: dict[str, np.ndarray] = {}
     for side, prompt in sides.items():
         rows = []

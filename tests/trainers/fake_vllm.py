@@ -17,8 +17,11 @@ def environment(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for name, target in (("python", ""), ("vllm", f" {Path(__file__).resolve()}")):
         program = folder / name
-        program.write_text(f'#!/bin/sh\nexec {sys.executable}{target} "$@"\n')
+        program.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "site"} exec {sys.executable}{target} "$@"\n')
         program.chmod(0o755)
+    about = folder / "site" / "vllm-0.0.0.dist-info" / "METADATA"  # found by way of PYTHONPATH
+    about.parent.mkdir(parents=True)
+    about.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.0\n")
     return folder / "python"
 
 

@@ -92,11 +92,16 @@ def to_hub_cache(tree: Path, repository: str, cache: Path, repo_type: str = "mod
     shutil.copytree(tree, folder / "snapshots" / commit)
 
 
+def new_repository(private: bool = False, **files: bytes) -> dict:
+    """A repository of the stand-in."""
+    return {"private": private, "files": {".gitattributes": b""} | files, "commits": [], "branches": {}}
+
+
 class StandIn:
     """
     The parts of the Hub's API that an upload uses, in memory, behind a local port.
 
-    `repos[kind, id]` holds `private`, `files` (name -> bytes) and `commits`; `storage` what was sent before a commit;
+    `repos[kind, id]` is a [`new_repository`]; `storage` holds what was sent before a commit;
     `fail_at(method and part of path, times)` breaks the connection there.
     """
 
@@ -166,7 +171,7 @@ class StandIn:
     def _create(self, asked: dict) -> tuple[int, object, dict]:
         key = (asked.get("type", "model"), f"{asked['organization']}/{asked['name']}")
         private = asked.get("visibility") == "private" or asked.get("private") is True
-        self.repos[key] = {"private": private, "files": {".gitattributes": b""}, "commits": []}
+        self.repos[key] = new_repository(private)
         return 200, {"url": f"{self.endpoint}/{key[1]}", "name": key[1]}, {}
 
     def _batch(self, asked: dict) -> tuple[int, object, dict]:
@@ -187,15 +192,25 @@ class StandIn:
             files = [{"rfilename": name} for name in repo["files"]]
             return 200, {"id": key[1], "sha": sha, "private": repo["private"], "siblings": files, "tags": []}, {}
         if rest[0] == "tree":
+            repo = repo["branches"].get(rest[1], repo)
             listed = [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                 for name, data in repo["files"].items()
             ]
             return 200, listed, {}
+        if rest[0] == "refs":
+            names = ["main", *repo["branches"]]
+            branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": "0" * 40} for name in names]
+            return 200, {"branches": branches, "tags": [], "converts": []}, {}
+        if rest[0] == "branch":
+            repo["branches"][rest[1]] = {"files": dict(repo["files"]), "commits": []}
+            return 200, {}, {}
         if rest[0] == "settings":
             asked = json.loads(body)
             repo["private"] = asked.get("private", asked.get("visibility") == "private")
             return 200, {}, {}
+        if rest[-1] in repo["branches"]:
+            repo = repo["branches"][rest[-1]]
         if rest[0] == "preupload":
             return 200, {"files": [self._mode(repo, file) for file in json.loads(body)["files"]]}, {}
         if rest[0] == "commit":

@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, constants
 from moemb.trainers.publish_assemble import Tree
 from moemb.trainers.publish_upload import UploadError, upload
 
-from .publish_cases import StandIn
+from .publish_cases import StandIn, new_repository
 
 
 @pytest.fixture
@@ -26,7 +26,15 @@ def trees(tmp_path) -> list[Tree]:
     """A kernel repository and a model, with small stand-ins for weights."""
     made = []
     for repo_type, name, files in (
-        ("kernel", "moemb-test/fast", {"README.md": "---\nlicense: mit\n---\n", "build/a/_ops.py": "x = 1\n"}),
+        (
+            "kernel",
+            "moemb-test/fast",
+            {
+                "README.md": "---\nlicense: mit\n---\n",
+                "build/a/_ops.py": "x = 1\n",
+                "build.toml": "[general]\nversion = 3\n",
+            },
+        ),
         (
             "model",
             "moemb-test/tiny",
@@ -60,6 +68,25 @@ def test_one_commit_per_repository_and_then_public(hub, trees, tmp_path):
     opened = hub.requests.index(("PUT", "/api/models/moemb-test/tiny/settings"))
     committed = [i for i, (_, path) in enumerate(hub.requests) if "/commit/" in path]
     assert len(committed) == 2 and max(committed) < opened, "nothing is public before every commit is in"
+
+
+def test_the_version_of_a_kernel_is_a_branch(hub, trees, tmp_path):
+    """`kernels.get_kernel(..., version=3)` reads the branch v3."""
+    send(hub, trees, tmp_path / "journal")
+    repo = hub.repos["kernel", "moemb-test/fast"]
+    assert repo["branches"].keys() == {"v3"} and repo["branches"]["v3"]["files"] == repo["files"]
+    assert hub.repos["model", "moemb-test/tiny"]["branches"] == {}
+    (trees[0].folder / "build" / "a" / "_ops.py").write_text("x = 2\n")
+    send(hub, trees, tmp_path / "journal")
+    assert repo["branches"]["v3"]["files"] == repo["files"] and repo["files"]["build/a/_ops.py"] == b"x = 2\n"
+    assert len(repo["commits"]) == 2 and len(repo["branches"]["v3"]["commits"]) == 1
+
+
+def test_a_branch_of_the_model(hub, trees, tmp_path):
+    hub.repos["model", "moemb-test/tiny"] = new_repository()
+    send(hub, trees, tmp_path / "journal", revision="next")
+    repo = hub.repos["model", "moemb-test/tiny"]
+    assert repo["files"].keys() == {".gitattributes"} and "config.json" in repo["branches"]["next"]["files"]
 
 
 def test_private_stays_private(hub, trees, tmp_path):
@@ -99,7 +126,7 @@ def test_publishing_again_replaces_and_removes(hub, trees, tmp_path):
 
 
 def test_an_unchanged_private_repository_of_somebody_is_left_private(hub, trees, tmp_path):
-    hub.repos["model", "moemb-test/tiny"] = {"private": True, "files": {"old.txt": b""}, "commits": []}
+    hub.repos["model", "moemb-test/tiny"] = new_repository(True, **{"old.txt": b""})
     send(hub, trees, tmp_path / "journal")
     assert hub.repos["model", "moemb-test/tiny"]["private"], "its owner closed it, not we"
     assert "old.txt" not in hub.repos["model", "moemb-test/tiny"]["files"]

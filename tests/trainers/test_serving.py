@@ -42,7 +42,8 @@ class TestAgainstAServer:
             assert row["items"] == 3 and row["lowest_cosine"] == pytest.approx(1, abs=1e-5)
         card = "\n".join(serving_part(report))
         assert "| chat messages | 3 | 1.000000 | 1.000000 |" in card and "- Not run: graphics cards" in card
-        assert str(tmp_path) not in (tmp_path / "serving.json").read_text()
+        assert report["server"].startswith("vllm serve NAME --runner pooling --convert embed")
+        assert "| chat messages |" in (tmp_path / "serving.md").read_text()
 
     def test_other_vectors(self, checkpoint, tmp_path, texts, capsys, monkeypatch):
         monkeypatch.setenv("FAKE_VLLM", "wrong")
