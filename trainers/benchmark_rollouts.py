@@ -2,7 +2,7 @@
 
 Gates that save as trained ones do: a one-shot gate that drops 70 % of the visual tokens after the first block, and
 gates that drop gradually and skip experts. The rollouts of an item share the vision tower and the blocks before the
-first gate, and what they drop is not computed. Peers: the same rollouts without sharing, and without removing anything.
+first gate, and what they drop is not computed. Peers: the same rollouts without sharing, or without removing anything.
 """
 
 from collections.abc import Callable

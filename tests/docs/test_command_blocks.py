@@ -45,6 +45,10 @@ SMALL = {
     "moemb train --config recipes/moemb-mini/adaptive": (
         "--corpus_sources '{emoji: {chunk: 4}}' --max_steps 3 --warmup_steps 0 --report_to none --output_dir runs/g"
     ),
+    "moemb train --config recipes/moemb-mini/grpo.yaml": (
+        "--corpus_pairs '{emoji: 4}' --per_device_train_batch_size 8 --num_generations 2 --recall_k 1 --max_steps 1"
+        " --report_to none --output_dir runs/grpo"
+    ),
     "moemb study": (
         "--runs '{gate: {recipe: keep.yaml, changes: {corpus_sources: {}, max_steps: 1, batch_pairs: 4,"
         " train_datasets: {d: {path: json, data_files: items.jsonl, max_rows: 6,"
