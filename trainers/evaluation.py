@@ -166,6 +166,7 @@ def evaluate(config: EvaluateConfig, command: str = "", model: Any = None) -> tu
         "model": {
             "name": display,
             "fingerprint": fingerprint,
+            "weights": weights_of(source),
             "parameters": sum(weight.numel() for weight in model.parameters()),
         },
         "command": command,
@@ -189,6 +190,14 @@ def evaluate(config: EvaluateConfig, command: str = "", model: Any = None) -> tu
         reasons = "; ".join(f"{entry['name']}: {entry['reason']}" for entry in report["not_run"])
         raise NothingEvaluatedError(f"nothing to evaluate: {reasons}")
     return report, output
+
+
+def weights_of(source: str) -> str | None:
+    """Returns the identity of the weights of a model folder, `None` for a model that came from elsewhere."""
+    from .saliency import weights_fingerprint
+
+    folder = Path(source)
+    return weights_fingerprint(folder) if folder.is_dir() and any(folder.glob("*.safetensors")) else None
 
 
 def corpus_loader(folder: Path | None) -> Callable:

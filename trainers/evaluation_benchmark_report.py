@@ -1,4 +1,4 @@
-"""Results of a public benchmark: a JSON file, a Markdown table for each task, and metadata for a model card."""
+"""Results of a public benchmark: a JSON file, which model cards read too, and a Markdown table for each task."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -182,47 +182,3 @@ def result_rows(report: Mapping[str, Any]) -> list[str]:
     if any(not task["complete"] for task in report["tasks"]):
         rows.append("\n\\* not all rows of the leaderboard's version.")
     return rows
-
-
-def eval_results(report: Mapping[str, Any]) -> list[Any]:
-    """
-    The results as metadata of a model card (`model-index`).
-
-    Args:
-        report (`Mapping`): a results file.
-
-    Returns:
-        `list[huggingface_hub.EvalResult]`: one for each task whose rows are all there, in per cent, and one for the
-        benchmark's mean when no task is missing. Pass them to `ModelCardData(eval_results=..., model_name=...)`.
-    """
-    from huggingface_hub import EvalResult
-
-    entries = [
-        EvalResult(
-            task_type="retrieval",
-            task_name=f"{report['benchmark']} {task['group']}",
-            dataset_type=task["dataset"]["repository"],
-            dataset_name=task["name"],
-            dataset_config=task["dataset"]["config"],
-            dataset_split=task["dataset"]["split"],
-            dataset_revision=task["dataset"]["revision"],
-            metric_type=task["metric"],
-            metric_name=task["metric"],
-            metric_value=round(100 * task["value"], 2),
-        )
-        for task in report["tasks"]
-        if task["complete"]
-    ]
-    overall = report["summary"].get("overall")
-    if overall and overall["complete"]:
-        whole = EvalResult(
-            task_type="retrieval",
-            task_name=report["benchmark"],
-            dataset_type=report["dataset"],
-            dataset_name=report["benchmark"],
-            metric_type="mean",
-            metric_name=f"mean of {overall['of']} tasks",
-            metric_value=round(100 * overall["value"], 2),
-        )
-        entries.append(whole)
-    return entries

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .corpus_sources import cache_folder
 from .errors import MoEMBError
-from .evaluation import NothingEvaluatedError
+from .evaluation import NothingEvaluatedError, weights_of
 from .evaluation_benchmark_report import FORMAT, summary, task_result, write_results
 from .evaluation_conventions import ConventionError, EvaluationConventions, conventions_of, record_conventions
 from .evaluation_encoding import model_fingerprint
@@ -151,7 +151,7 @@ class Job:
     Args:
         name (`str`): its name.
         read (`Callable`): reads it.
-        dataset (`Mapping`): `repository`, `config`, `split` and `revision` of its data.
+        dataset (`Mapping`): `dataset` (Hub id), `config`, `split` and `revision` of its data.
         pool (`int`, *optional*): candidates of the published version, where known.
     """
 
@@ -196,6 +196,8 @@ def run_benchmark(config: BenchmarkConfig, command: str = "", model: Any = None)
     def finish(entry: Mapping[str, Any]) -> None:
         report["tasks"].append(entry)
         report["summary"] = _summary(config, report)
+        overall = report["summary"]["overall"]
+        report["mean"] = overall["value"] if overall["complete"] else None
         if processes.leads:
             print(
                 f"{entry['name']}: {entry['metric']} {percent(entry['value'])}  ({entry['seconds']:.0f} s)", flush=True
@@ -240,6 +242,7 @@ def _new_report(
         "model": {
             "name": display,
             "fingerprint": fingerprint,
+            "weights": weights_of(source),
             "parameters": {"total": sizes["total"], "active": sizes["active"]},
             "dimension": settings.get_text_config().hidden_size,
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -253,6 +256,7 @@ def _new_report(
         "bootstrap_samples": config.bootstrap_samples,
         "versions": package_versions(),
         "tasks": [],
+        "mean": None,
         "not_run": [],
         "summary": {},
     }
@@ -284,7 +288,7 @@ def benchmark_jobs(config: BenchmarkConfig, conventions: EvaluationConventions) 
             Job(
                 task.name,
                 partial(read_mrmr_task, task, config.data_folder(), config.images, config.limit),
-                {"repository": task.repository, "config": "query", "split": "test", "revision": task.revision},
+                {"dataset": task.repository, "config": "query", "split": "test", "revision": task.revision},
                 task.documents,
             )
             for task in select_mrmr_tasks(config.tasks)
@@ -298,7 +302,7 @@ def benchmark_jobs(config: BenchmarkConfig, conventions: EvaluationConventions) 
         Job(
             task.name,
             partial(read_mmeb_task, task, sources),
-            {"repository": task.repository, "config": task.subset, "split": task.split, "revision": None},
+            {"dataset": task.repository, "config": task.subset, "split": task.split, "revision": None},
         )
         for task in select_tasks(config.tasks, conventions)
     ]
@@ -327,7 +331,7 @@ def _run_jobs(
             task, values, tied, seconds=time.perf_counter() - started, samples=config.bootstrap_samples,
             seed=config.seed, limited=config.limit is not None,
         )  # fmt: skip
-        entry["dataset"] = dict(job.dataset)
+        entry |= job.dataset
         if job.pool is not None and len(task.pool) < job.pool:
             entry |= {"complete": False, "expected_candidates": job.pool}
         finish(entry)

@@ -136,10 +136,8 @@ def mteb_result(task: Any, result: Any, seconds: float) -> dict[str, Any]:
         "expected_rows": None,
         "complete": True,
         "seconds": seconds,
-        "dataset": {
-            "repository": metadata.dataset["path"],
-            "config": None,
-            "split": ",".join(result.scores),
-            "revision": result.dataset_revision,
-        },
+        "dataset": metadata.dataset["path"],
+        "config": None,
+        "split": ",".join(result.scores),
+        "revision": result.dataset_revision,
     }

@@ -40,7 +40,7 @@ class ColourModel:
     def _part(self, part):
         value = part[part["type"]]
         if part["type"] == "text":
-            return np.array([value.lower().split().count(word) for word in WORDS] + [0.0])
+            return np.array([value.lower().replace(chr(34), " ").split().count(word) for word in WORDS] + [0.0])
         frames = value["frames"] if part["type"] == "video" else [value]
         return np.mean([np.append(_pixels(frame).mean(axis=(0, 1)) / 255, 0.0) for frame in frames], axis=0)
 
