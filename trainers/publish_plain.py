@@ -2,7 +2,8 @@
 
 Stock stacks (transformers, Sentence Transformers, vLLM) load it and compute the embedding at full compute: the state
 of the last token, which the chat template makes `<emb>`. Weights are copied by byte range, only their keys get the
-stock prefix, so memory stays at one block whatever the size of the checkpoint.
+stock prefix, so memory stays at one block whatever the size of the checkpoint. Heads of Gated DeltaNet that are smaller
+than kernels of serving stacks take are filled up with zeros, see `publish_heads`.
 """
 
 import json
@@ -23,6 +24,7 @@ from .convert_safetensors import (
 )
 from .convert_work import WorkFolder, recipe_of
 from .errors import MoEMBError
+from .publish_heads import needs_wider_heads, widen, widened_config
 
 
 ARCHITECTURE = "Qwen3_5MoeForConditionalGeneration"
@@ -86,6 +88,7 @@ def plan_plain(stored: Mapping[str, StoredTensor], config: Any) -> list[PlannedT
         check_against_model(planned, shapes)
     except ConversionError as error:
         raise PlainError(f"the stock architecture cannot hold this model: {error}") from error
+    planned = widen(stored, config) if needs_wider_heads(config) else planned
     return [PlannedTensor(_STOCK_PREFIX + t.key, t.dtype, t.shape, t.segments) for t in planned]
 
 
@@ -174,6 +177,8 @@ def export_plain(source: Path, target: Path, card_text: str = "", max_shard_byte
     source, target = Path(source), Path(target).expanduser().absolute()
     stored, config = read_checkpoint(source), plain_config(source)
     shards = split_into_shards(plan_plain(stored, config), max_shard_bytes)
+    if needs_wider_heads(config):
+        config = widened_config(config)
     processor = MoEMBProcessor.from_pretrained(str(source))
     recipe = recipe_of(stored, shards, plain=config.to_dict(), conventions=processor.embedding, card=card_text)
     with WorkFolder(target, recipe, option="target", doing="exporting") as work:

@@ -72,6 +72,8 @@ def make_checkpoint(folder: Path, tiny_settings: dict) -> Path:
     checkpoint = folder / "checkpoint"
     MoEMBModel(config).eval().save_pretrained(checkpoint)
     processor.save_pretrained(checkpoint)
+    path = checkpoint / "tokenizer.json"  # normalised as Qwen3.5's, so that stock stacks read texts alike
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "NFC"}}))
     command = {"command": "moemb train --config recipes/tiny/train.yaml --max_steps 3", "versions": {"torch": "2"}}
     (checkpoint / "training.json").write_text(json.dumps({"step": 3, "commands": [command]}))
     (folder / "card.yaml").write_text(CARD)
