@@ -2,8 +2,8 @@
 
 Stock stacks (transformers, Sentence Transformers, vLLM) load it and compute the embedding at full compute: the state
 of the last token, which the chat template makes `<emb>`. Weights are copied by byte range, only their keys get the
-stock prefix, so memory stays at one block whatever the size of the checkpoint. Heads of Gated DeltaNet that are smaller
-than kernels of serving stacks take are filled up with zeros, see `publish_heads`.
+stock prefix, so memory stays at one block whatever the size of the checkpoint. Heads of Gated DeltaNet that are
+smaller than kernels of serving stacks take are filled up with zeros, see `publish_heads`.
 """
 
 import json

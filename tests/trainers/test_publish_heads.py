@@ -19,7 +19,7 @@ def test_the_same_function(tmp_path, tiny_settings, key, value):
     torch.manual_seed(0)
     model = Qwen3_5MoeModel(Qwen3_5MoeConfig(**settings)).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.05))
     model.save_pretrained(tmp_path / "narrow", save_original_format=False)
     config = model.config
