@@ -10,6 +10,7 @@ from typing import Any
 
 from .chat_templates import LEAN_TEMPLATE, QWEN_TEMPLATE
 from .errors import MoEMBError
+from .evaluation_conventions import default_conventions
 
 
 EMB_TOKEN = "<emb>"
@@ -136,7 +137,8 @@ def write_repository_files(
 
     Args:
         folder (`Path`): the repository.
-        config (`MoEMBConfig`, or with `plain` `Qwen3_5MoeConfig`): written as it is, with the processor's conventions.
+        config (`MoEMBConfig`, or with `plain` `Qwen3_5MoeConfig`): written as it is, with the processor's conventions
+            and, unless it has some, those of its evaluation.
         processor (`MoEMBProcessor`, or with `plain` `Qwen3VLProcessor`): the processor.
         card_text (`str`, *optional*): README.md; none is written when empty.
         plain (`bool`, *optional*, defaults to `False`): no code of ours, for stacks that load stock models only.
@@ -165,6 +167,8 @@ def write_repository_files(
     else:
         processor = _with_conventions(processor, conventions or {})
         config.embedding = processor.conventions()
+        if getattr(config, "evaluation", None) is None:
+            config.evaluation = default_conventions(processor).to_dict()
         prompts, default = processor.embedding["prompts"], processor.embedding["default_prompt_name"]
         if config.emb_token_id != processor.template.emb_id:
             raise RepositoryError(
