@@ -135,6 +135,8 @@ class AdaptiveTrainer(PackedTrainer):
         terms, shares = budget_terms(self.args, self.model, policy, account, estimate, output)
         losses |= terms
         total = sum(losses.values())
+        if not total.requires_grad:  # no gate was asked, such as in a batch of texts alone
+            total = total + 0 * sum(p.sum() for p in self.model.gates.parameters() if p.requires_grad)
         cosine = (student.detach() * teacher).sum(-1).mean().item()
         removed = float(
             estimate.removed(account.mass, account.kept, account.gate_macs, self.args.flops_scope).detach()

@@ -194,7 +194,7 @@ def _train(config: StudyConfig, name: str, seed: int, recipe: Path, target: Path
     if message.startswith("step "):  # only a monitor's message begins with the step at which it stopped the run
         write_atomically(target / STOPPED, json.dumps({"stopped": message}) + "\n")
         return
-    raise StudyError(f"run '{name}', seed {seed}: {message or 'see output.txt in ' + str(target)}")
+    raise StudyError(f"run '{name}', seed {seed}: {message or f'see {target}/output.txt: ' + (lines or [''])[-1]}")
 
 
 def _moemb(words: list[str], log: Path) -> int:

@@ -13,7 +13,7 @@ from modeling_moemb.gates_moemb import attach_gates, twin_null_experts
 from modeling_moemb.gating_moemb import GateDecision, first_gate_block
 
 from ..conftest import EMB_ID
-from .batches import collate, mixed_items
+from .batches import Item, collate, mixed_items
 from .masked_double import Double
 
 
@@ -105,6 +105,20 @@ def test_an_item_does_not_depend_on_its_batch(live, name):
         assert (batch.pooler_output[row] - single.pooler_output[0]).abs().max() <= 1e-5
     pooled = run(live, items, BUDGETS[name], pooled_only=True, share_prefixes=False).pooler_output
     assert (pooled - batch.pooler_output).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_shared_prefixes_change_no_vector(live, name):
+    start = Item().text(24)
+    items = [Item(list(start.ids)).text(3 + n).emb() for n in range(3)]
+    items += [Item(list(start.ids)).image(8, 8).emb(), Item(list(start.ids)).image(4, 12).text(2).emb()]
+    shared, apart = (
+        run(live, items, BUDGETS[name], pooled_only=True, output_compute=True, share_prefixes=share)
+        for share in (True, False)
+    )
+    assert sum(shared.compute.lengths[0]) < sum(apart.compute.lengths[0])
+    assert torch.equal(shared.keep_mask, apart.keep_mask)
+    assert (shared.pooler_output - apart.pooler_output).abs().max() <= 1e-5 * apart.pooler_output.abs().max()
 
 
 def test_text_and_emb_stay_and_the_last_block_runs_for_emb(live):

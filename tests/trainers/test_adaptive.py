@@ -125,7 +125,7 @@ def test_pairs_know_what_is_right(repository, tmp_path):
     vectors[pairs.documents] = torch.eye(5)
     vectors[pairs.queries] = pairs.right.float()
     wrong = vectors.clone()
-    wrong[pairs.queries] = wrong[pairs.queries].roll(1, 1)
+    wrong[pairs.queries] = wrong[pairs.queries].roll(2, 1)
     assert bool(pairs.recall(vectors).all()) and not bool(pairs.recall(wrong).any())
     assert float(pairs.loss(vectors, 50.0)) < 1 < float(pairs.loss(wrong, 50.0))
 
@@ -158,6 +158,14 @@ def test_recipes_are_valid(path):
         return
     (config,) = load_recipe(path, AdaptiveConfig, extra_keys=("method",))
     assert config.max_steps >= 100 and config.gates
+
+
+def test_a_batch_without_anything_to_save_on_is_no_error(tmp_path, repository, data):
+    given = {"train_datasets": {"texts": data["texts"]}, "init_from": str(repository), "eval_strategy": "no"}
+    path = recipe(tmp_path, gates={"keep": {"layer": 2, "width": 8}}, targets={"keep": 0.5}, **given)
+    assert main(["train", "--config", path, "--max_steps", "2"]) == 0
+    gates = MoEMBModel.from_pretrained(tmp_path / "run" / "final").gates
+    assert not gates.keep.head.weight.any()
 
 
 def test_publishing_is_refused(tmp_path, capsys, data):
