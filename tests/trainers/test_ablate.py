@@ -175,7 +175,7 @@ def small_study(tmp_path, fake_corpus, monkeypatch):
             "native": {"emb": "end", "steps": 1},
         },
     )  # fmt: skip
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     return tmp_path / "study.yaml", ran
 
 

@@ -44,8 +44,20 @@ def run(folder, repository, data, **settings) -> tuple[ContrastiveTrainer, set[s
     return made, {name for name, value in before.items() if not torch.equal(value, after[name])}, wanted
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("design", ["dense", "modality", "upcycled"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("design", "tuning"),
+    [
+        ("dense", "lora"),
+        ("upcycled", "full"),
+        pytest.param("dense", "full", marks=slow),
+        pytest.param("upcycled", "lora", marks=slow),
+        pytest.param("modality", "full", marks=slow),
+        pytest.param("modality", "lora", marks=slow),
+    ],
+)
 def test_a_design_trains_by_the_same_recipe(tmp_path, repositories, data, design, tuning):
     upcycled = design == "upcycled"
     settings = {"train_router": upcycled, "router_balance_weight": 1e-3 if upcycled else 0.0}
@@ -63,8 +75,15 @@ def test_a_design_trains_by_the_same_recipe(tmp_path, repositories, data, design
     assert vectors.shape == (2, 64) and abs(vectors[0] - vectors[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("kind", ["id", "instruction"])
+@pytest.mark.parametrize(
+    ("kind", "tuning"),
+    [
+        ("id", "lora"),
+        pytest.param("id", "full", marks=slow),
+        pytest.param("instruction", "lora", marks=slow),
+        pytest.param("instruction", "full", marks=slow),
+    ],
+)
 def test_a_conditioning_is_trained_saved_and_used(tmp_path, repositories, data, kind, tuning):
     made, moved, wanted = run(
         tmp_path, repositories["native"], data, tuning=tuning, task_conditioning=kind, task_id_dropout=0.3,
@@ -86,7 +105,7 @@ def test_a_conditioning_is_trained_saved_and_used(tmp_path, repositories, data, 
     assert (again.encode("red", **options) == one).all()
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("tuning", [pytest.param("full", marks=slow), "lora"])
 def test_every_objective_is_logged_and_state_survives(tmp_path, repositories, data, tuning):
     settings = {"router_balance_weight": 1e-3, "router_z_weight": 1e-3, "router_conflict_weight": 0.01}
     made, moved, wanted = run(tmp_path, repositories["native"], data, tuning=tuning, train_router=True, **settings)

@@ -88,7 +88,7 @@ class TestAssemble:
             "name": "0",
             "path": "",
             "type": "sentence_transformer_moemb.MoEMBTransformer",
-            "kwargs": ["adaptive_compute"],
+            "kwargs": ["adaptive_compute", "router_task"],
         }
         assert set(read["sentence_bert_config.json"]["modality_config"]) == {"text", "image", "video", "message"}
         assert read["config_sentence_transformers.json"]["requirements"]["transformers"].startswith("~=5.")
