@@ -50,8 +50,8 @@ class ColourModel:
 
 
 def _pixels(frame):
-    if isinstance(frame, np.ndarray):
-        return frame.astype(float)
+    if isinstance(frame, (np.ndarray, Image.Image)):
+        return np.asarray(frame).astype(float)
     source = io.BytesIO(frame) if isinstance(frame, bytes) else frame
     with Image.open(source) as image:
         return np.asarray(image.convert("RGB"), dtype=float)
