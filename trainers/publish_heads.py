@@ -1,10 +1,11 @@
 """Wider heads of Gated DeltaNet for the plain variant, filled up with zeros to what kernels of serving stacks take.
 
-The function stays the same. Zero rows of the projections give zero queries, keys, values and gates; lengths of queries
-and keys do not see them. Two scales change and are undone: queries are multiplied by `1 / sqrt(key size)`, which the
-norm after the rule divides out, and that norm takes its mean over more values, so its weight is multiplied by
-`sqrt(value size / new value size)`. What stays is the norm's epsilon, which weighs `new key size * new value size /
-(key size * value size)` times as much beside the mean square of its input.
+The function stays the same. Zero rows of the projections give zero queries, keys, values and gates; lengths of
+queries and keys do not see them. Two scales change and are undone. Queries are multiplied by `1 / sqrt(key size)`, so
+the mean square before the norm after the rule shrinks by `key size / new key size`, and the mean over more values by
+`value size / new value size`: that norm's weight is multiplied by `sqrt(value size / new value size)`, and
+`rms_norm_eps` by both ratios. The other norms share that epsilon; beside the mean squares that they see, a smaller
+one changes nothing that can be measured.
 
 Parameters: `transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet`.
 """
@@ -38,8 +39,13 @@ def needs_wider_heads(config: Any) -> bool:
 
 def widened_config(config: Any) -> Any:
     """A copy of a configuration with heads of `HEAD_SIZE`."""
-    settings = config.to_dict()
-    settings["text_config"] |= {"linear_key_head_dim": HEAD_SIZE, "linear_value_head_dim": HEAD_SIZE}
+    settings, text = config.to_dict(), config.text_config
+    ratio = text.linear_key_head_dim * text.linear_value_head_dim / HEAD_SIZE**2
+    settings["text_config"] |= {
+        "linear_key_head_dim": HEAD_SIZE,
+        "linear_value_head_dim": HEAD_SIZE,
+        "rms_norm_eps": text.rms_norm_eps * ratio,
+    }
     return type(config).from_dict(settings)
 
 
