@@ -83,6 +83,8 @@ class MoEMBGRPOConfig(GRPOConfig):
         zero_variance (`float`, *optional*, defaults to 1e-6):
             A group whose rewards have no larger standard deviation contributes nothing, neither to the policy term
             nor to the entropy bonus or the distillation loss.
+        flat_patience (`int`, *optional*, defaults to 50):
+            Stop with a message after so many generation batches in a row in which no group had variance; 0 never does.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]: `loss_type` (`"dr_grpo"`),
@@ -110,6 +112,7 @@ class MoEMBGRPOConfig(GRPOConfig):
     distillation: str = field(default="auto", metadata={"help": "auto, reward, loss, both or none."})
     distillation_weight: float = field(default=1.0, metadata={"help": "Weight of distillation."})
     zero_variance: float = field(default=1e-6, metadata={"help": "Groups with less spread contribute nothing."})
+    flat_patience: int = field(default=50, metadata={"help": "Batches without variance before the run is stopped."})
 
     loss_type: str = field(default="dr_grpo", metadata={"help": "Loss formulation, see TRL."})
     max_completion_length: int | None = field(default=None, metadata={"help": "Constant that dr_grpo divides by."})
@@ -139,7 +142,7 @@ class MoEMBGRPOConfig(GRPOConfig):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name}={value}: the least is {low}")
-        for name in ("exploration_sigma", "distillation_weight", "zero_variance"):
+        for name in ("exploration_sigma", "distillation_weight", "zero_variance", "flat_patience"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: use a number of at least 0")
         if self.target_reduction is not None and not 0 < self.target_reduction < 1:

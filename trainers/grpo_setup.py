@@ -1,4 +1,4 @@
-"""What has to hold before a GRPO run starts: a budget for the gates, rewards, and data in pairs."""
+"""What a GRPO run needs: a budget for the gates, rewards, data in pairs, and rollouts that differ."""
 
 from typing import Any
 
@@ -67,3 +67,37 @@ def check_columns(dataset) -> None:
     missing = [name for name in COLUMNS if columns is not None and name not in columns]
     if missing:
         raise GRPOError(f"train_dataset has the columns {columns}, but lacks {missing}: a row is a pair of items")
+
+
+class FlatRewards:
+    """
+    Ends a run that has nothing to learn from: rollouts of a group that all do, or are worth, the same.
+
+    Args:
+        patience (`int`): Generation batches in a row without any group to learn from; 0: for ever.
+    """
+
+    def __init__(self, patience: int):
+        self.patience, self.flat = patience, 0
+
+    def see(self, learns: bool, metrics: dict[str, list[float]]) -> None:
+        """Take in a generation batch.
+
+        Args:
+            learns (`bool`): whether any group has variance.
+            metrics (`dict[str, list[float]]`): of the trainer, for the message.
+
+        Raises:
+            GRPOError: when patience is over.
+        """
+        self.flat = 0 if learns else self.flat + 1
+        if not self.patience or self.flat < self.patience:
+            return
+        rates = {name: values[-1] for name, values in metrics.items() if name.startswith("gates/") and values}
+        removed = metrics["flops_removed"][-1] if metrics.get("flops_removed") else 0.0
+        raise GRPOError(
+            f"in {self.flat} generation batches in a row the rollouts of every group had equal rewards, so there is "
+            f"nothing to learn from (FLOPs removed: {100 * removed:.1f} %, how often gates save: {rates}): gates that "
+            "never save need saving_at_start or a larger exploration_sigma; gates that always save have collapsed, go "
+            "back to an earlier checkpoint with a lower gate_learning_rate; flat_patience=0 switches this off"
+        )

@@ -35,7 +35,7 @@ from .grpo_card import write_card
 from .grpo_config import MoEMBGRPOConfig
 from .grpo_items import SIDES, describe_item, encode_item
 from .grpo_rollouts import RolloutBatch, RolloutSettings, replay_rollouts, run_rollouts
-from .grpo_setup import COLUMNS, GRPOError, check_columns, gates_budget, reward_functions
+from .grpo_setup import COLUMNS, FlatRewards, GRPOError, check_columns, gates_budget, reward_functions
 from .packed_trainer import COMPLETE_MARKER
 from .rewards import retrieval_scores
 
@@ -93,6 +93,7 @@ class MoEMBGRPOTrainer(GRPOTrainer):
             parameter.requires_grad_(
                 name.startswith("gates.") or (parameter.requires_grad and not args.freeze_backbone)
             )
+        given_weights = args.reward_weights
         reward_funcs = reward_functions(reward_funcs, args, trains_backbone := not args.freeze_backbone)
         model.generation_config = GenerationConfig()  # TRL asks for one, though nothing is generated
         super().__init__(
@@ -105,6 +106,7 @@ class MoEMBGRPOTrainer(GRPOTrainer):
             peft_config=peft_config,
             **kwargs,
         )
+        args.reward_weights = given_weights  # the weight of distillation was in it
         del model.generation_config
         vars(model).pop("forward", None)  # TRL's fused language-model head
         for name, parameter in model.gates.named_parameters():
@@ -121,8 +123,9 @@ class MoEMBGRPOTrainer(GRPOTrainer):
                 "trained or distillation is a loss"
             )
         self._batches: dict[str, RolloutBatch] = {}
-        self._scoring = self._vectors = None
+        self._scoring = self._vectors = self._learns = None
         self._evaluated = 0
+        self._flat = FlatRewards(args.flat_patience)
 
     # Rollouts
 
@@ -159,9 +162,12 @@ class MoEMBGRPOTrainer(GRPOTrainer):
             longest = self.accelerator.gather(torch.tensor([batch.completions.shape[1]], device=batch.pair.device))
             self.max_completion_length = max(1, int(longest.max()))
         self._scoring = inputs
-        # columns that TRL would take for pictures of a prompt stay here; reward functions get them all
-        output = super()._generate_and_score_completions([{"prompt": describe_item(row["prompt"])} for row in inputs])
-        self._scoring = None
+        try:
+            # columns that TRL would take for pictures of a prompt stay here; reward functions get them all
+            shown = [{"prompt": describe_item(row["prompt"])} for row in inputs]
+            output = super()._generate_and_score_completions(shown)
+        finally:
+            self._scoring = None
         return self._without_zero_variance(output)
 
     def _run_rollouts(self, inputs: Sequence[dict[str, Any]]) -> RolloutBatch:
@@ -295,6 +301,8 @@ class MoEMBGRPOTrainer(GRPOTrainer):
         output["advantages"] = output["advantages"] * learns
         output["num_items_in_batch"] = self.accelerator.gather(output["completion_mask"].sum()).sum()
         output["learns"] = learns
+        if self.mode == "train":
+            self._flat.see(bool(output["num_items_in_batch"] > 0), self._metrics["train"])
         return output
 
     # Loss

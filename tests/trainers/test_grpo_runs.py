@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
 
@@ -107,6 +108,18 @@ def test_adapters_train_beside_the_gates(tiny_settings, tmp_path):
     assert_same(weights(trainer), weights(again))
 
 
+def test_a_run_with_nothing_to_learn_from_stops_with_a_message(tiny_settings, tmp_path):
+    silent = gated_model(tiny_settings, {"skip": {}}, saving=-30.0)  # no gate ever saves: all rollouts are the same
+    trainer = grpo_trainer(*silent, tmp_path, max_steps=20, flat_patience=3, num_generations=2, recall_k=1)
+    with pytest.raises(MoEMBError, match="in 3 generation batches in a row.*FLOPs removed: -?0.*saving_at_start"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    silent = gated_model(tiny_settings, {"skip": {}}, saving=-30.0)
+    patient = grpo_trainer(*silent, tmp_path, max_steps=4, flat_patience=0)
+    patient.train()
+    assert patient.state.global_step == 4
+
+
 def refused(tiny_settings, tmp_path, match, gates=None, prepare=None, error=MoEMBError, **settings):
     model, processor = gated_model(tiny_settings) if gates is None else gated_model(tiny_settings, gates)
     if prepare is not None:
@@ -123,7 +136,7 @@ def test_trainings_that_cannot_start(tiny_settings, tmp_path):
     other = {"expert_skip": {}, "top_k": 1}
     refused(tiny_settings, tmp_path, r"holds \['top_k'\] beside the gates", adaptive_compute=other)
     refused(tiny_settings, tmp_path, "switches none of the model's gates", adaptive_compute={"top_k": 1})
-    refused(tiny_settings, tmp_path, r"lacks \['positive'\]", data=pairs(3).remove_columns("positive"))
+    refused(tiny_settings, tmp_path, r"lacks \['positive'\]", data=Dataset.from_dict({"prompt": ["a"] * 3}))
     refused(tiny_settings, tmp_path, "replay='stored' has no gradient", replay="stored", freeze_backbone=False)
     refused(tiny_settings, tmp_path, "set it False", trainer={"peft_config": LoraConfig(**LORA)})
     everything = LoraConfig(r=2, target_modules="all-linear")
