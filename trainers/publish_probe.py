@@ -92,7 +92,7 @@ def by_auto_classes(request: dict, items: list) -> dict:
     rows = []
     for item in items:
         with torch.inference_mode():
-            pooled = model(**processor([item])).pooler_output.float()
+            pooled = model(**processor([item]), pooled_only=True).pooler_output.float()
         rows.append(torch.nn.functional.normalize(pooled, dim=-1))
     return {"auto/encode": torch.cat(rows).numpy()}
 
