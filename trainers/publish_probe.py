@@ -81,6 +81,19 @@ def by_sentence_transformers(model, items: list) -> dict:
     }
 
 
+def unit(vectors):
+    """
+    Unit vectors, bit for bit as Sentence Transformers makes them: in its module, and once more after `truncate_dim`.
+
+    Args:
+        vectors (`torch.FloatTensor` of shape `(items, dim)`): pooled states.
+    """
+    import torch
+
+    once = torch.nn.functional.normalize(vectors, p=2, dim=-1)
+    return torch.nn.functional.normalize(once, p=2, dim=-1)
+
+
 def by_auto_classes(request: dict, items: list) -> dict:
     """`AutoModel` and `AutoProcessor`, divided by their length."""
     import torch
@@ -93,7 +106,7 @@ def by_auto_classes(request: dict, items: list) -> dict:
     for item in items:
         with torch.inference_mode():
             pooled = model(**processor([item]), pooled_only=True).pooler_output.float()
-        rows.append(torch.nn.functional.normalize(pooled, dim=-1))
+        rows.append(unit(pooled))
     return {"auto/encode": torch.cat(rows).numpy()}
 
 

@@ -101,7 +101,7 @@ def reference(
             features = processor([item], instruction=prompt).to(model.device)
             with torch.inference_mode():
                 pooled = model(**features, adaptive_compute=budget, pooled_only=True).pooler_output.float()
-            rows.append(torch.nn.functional.normalize(pooled, dim=-1).cpu())
+            rows.append(publish_probe.unit(pooled).cpu())
         vectors[side] = torch.cat(rows).numpy()
     return vectors
 

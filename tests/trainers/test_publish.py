@@ -125,7 +125,7 @@ class TestDryRun:
             assert human(count) in body
         assert f"A model of {human(parameters['total'])} parameters for tests." in body
         assert "| 2 | emoji-concept | all | 165 x 1914 | 25.0 (20.0–30.0) | 50.0 (45.0–55.0) |" in body
-        assert '| top-1 | `{"top_k": 1}` | 43.8 (38.7–48.8) | -6.2 | 12.5 | 512 | 12.5 |' in body
+        assert '| top-1 | `{"top_k": 1}` | 43.8 (38.8–48.8) | -6.2 | 12.5 | 512 | 12.5 |' in body
         assert "moemb train --config recipes/tiny/train.yaml --max_steps 3" in body and RECIPE.strip() in body
         assert "- It has learned nothing." in body and "@misc{tiny," in body
         assert f"[{PLAIN}](https://huggingface.co/{PLAIN})" in body
@@ -210,7 +210,7 @@ class TestFigures:
             cited("It scores 98.7 on everything.", tree.folder, "the description")
         with pytest.raises(CardError, match="cites results/none.json#/a, which"):
             cited("{results/none.json#/a}", tree.folder, "it")
-        assert cited("`top_k=2`, MMEB-V2 and [1](https://a/2)", tree.folder, "it").startswith("`top_k=2`")
+        assert cited("`top_k=2`, MMEB-V2 and [one](https://a/2)", tree.folder, "it").startswith("`top_k=2`")
 
     def test_without_results_the_card_says_so(self, tree):
         shutil.rmtree(tree.folder / "results")
