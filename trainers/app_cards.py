@@ -138,7 +138,8 @@ def status_html(counts: Mapping[str, int], progress: Progress, folder: str, erro
     """Returns the line under the title: what is in the index, and what is being done to it."""
     total = sum(counts.values())
     kinds = ", ".join(f"{counts[name]:,} {PLURALS[name].lower()}" for name in MODALITIES if counts[name])
-    shown = f"<b>{_escape(folder)}</b>: {kinds}" if total else f"<b>{_escape(folder)}</b>: nothing indexed yet"
+    name = f'<b title="{_escape(folder)}">{_escape(PurePosixPath(folder).name or folder)}</b>'
+    shown = f"{name}: {kinds}" if total else f"{name}: nothing indexed yet"
     if error:
         return f'<p class="moemb-status">{shown}</p><p class="moemb-alert" role="alert">{_escape(error)}</p>'
     if progress.state == "scanning":

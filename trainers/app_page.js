@@ -1,8 +1,16 @@
 () => {
   // "/" goes to the search box; arrow keys walk over the results, as in a grid.
   const box = () => document.querySelector("#moemb-box textarea");
-  const cards = () => [...document.querySelectorAll(".moemb-results .card > a")];
+  const cards = () => [...document.querySelectorAll(".moemb-results .card > a")].filter((card) => card.offsetParent);
   const typing = (element) => element && (element.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(element.tagName));
+  // Gradio calls the button "Submit" whatever stands on it; a voice must be able to say what an eye reads.
+  const named = setInterval(() => {
+    const button = document.querySelector("#moemb-box .submit-button");
+    if (!button) return;
+    button.setAttribute("aria-label", "Search");
+    box()?.setAttribute("aria-label", "Search by words; attach a picture, a PDF or a clip with the button before");
+    clearInterval(named);
+  }, 100);
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const active = document.activeElement;

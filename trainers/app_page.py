@@ -80,12 +80,14 @@ class Page:
                     step=1,
                     label="Compute dial",
                     info=self.describe(len(self.stops) - 1),
-                    show_reset_button=False,
+                    buttons=[],
                     elem_id="moemb-dial",
                     min_width=280,
                 )
             measured = gr.HTML("", elem_id="moemb-measured", html_template='<div role="status">${value}</div>')
-            results = gr.HTML(self.sample(), elem_id="moemb-results", js_on_load=_CARD_CLICKS)
+            results = gr.HTML("", elem_id="moemb-results", js_on_load=_CARD_CLICKS)
+            # Apart from the results, which hide it: what is late for one can then not overwrite the other.
+            sample = gr.HTML(self.sample(), elem_id="moemb-sample", js_on_load=_CARD_CLICKS)
             with gr.Accordion("What each setting of the dial costs", open=False, elem_id="moemb-compare"):
                 compare = gr.Button("Measure them on this query", size="sm")
                 table = gr.HTML("")
@@ -100,22 +102,27 @@ class Page:
         box, number, kinds, dial, asked = (parts[name] for name in ("box", "number", "kinds", "dial", "asked"))
         shown = [parts["results"], parts["measured"], asked]
         settings = [kinds, dial]
-        box.submit(self.ask, [box, number, *settings], shown, api_name="search", concurrency_limit=None)
         box.change(self.attached, box, number, show_progress="hidden", api_visibility="private", queue=False)
         dial.change(lambda value: gr.update(info=self.describe(value)), dial, dial, show_progress="hidden",
                     api_visibility="private", queue=False)  # fmt: skip
         again = {"fn": self.again, "inputs": [asked, *settings], "outputs": shown, "api_visibility": "private"}
-        for event in (kinds.change, dial.release):
-            event(**again, concurrency_limit=None)
-        # A slider that is moved by keys is not released.
-        dial.change(**again, concurrency_limit=None, trigger_mode="always_last")
-        number.submit(self.ask, [box, number, *settings], shown, api_visibility="private", concurrency_limit=None)
-        parts["results"].select(self.like, settings, [*shown, box], api_visibility="private", concurrency_limit=None)
+        # What was asked before must not answer after what is asked now.
+        older = [
+            part.change(**again, concurrency_limit=None, trigger_mode="always_last", queue=True)
+            for part in (kinds, dial)
+        ]
+        ask = {"fn": self.ask, "inputs": [box, number, *settings], "outputs": shown, "concurrency_limit": None}
+        box.submit(**ask, api_name="search", cancels=older)
+        number.submit(**ask, api_visibility="private", cancels=older)
+        for cards in (parts["results"], parts["sample"]):
+            cards.select(
+                self.like, settings, [*shown, box], api_visibility="private", concurrency_limit=None, cancels=older
+            )
         parts["compare"].click(self.compare, [asked, *settings], parts["table"], api_visibility="private")
         parts["refresh"].click(self.session.look_now, None, None, api_visibility="private", queue=False)
         timer = gr.Timer(_REFRESH_SECONDS)
         news = gr.State("")
-        timer.tick(self.tick, [news, asked], [parts["status"], parts["report"], parts["results"], news],
+        timer.tick(self.tick, news, [parts["status"], parts["report"], parts["sample"], news],
                    show_progress="hidden", api_visibility="private", queue=False)  # fmt: skip
 
     def describe(self, value: float) -> str:
@@ -135,14 +142,13 @@ class Page:
         hits = self.session.store.sample(self.results)
         return results_html(hits, "From your folder", scored=False) if hits else _WELCOME
 
-    def tick(self, news: str, asked: Query) -> tuple[Any, Any, Any, str]:
-        """Brings status and report up to date, and the sample while nothing was asked; silent when nothing changed."""
+    def tick(self, news: str) -> tuple[Any, Any, Any, str]:
+        """Brings status, report and sample up to date; silent when nothing changed."""
         status, report = self.status(), report_html(self.session.indexer.last)
         now = f"{hash((status, report))}"
         if now == news:
             return gr.skip(), gr.skip(), gr.skip(), news
-        fresh = gr.skip() if asked != Query() else self.sample()
-        return status, report, fresh, now
+        return status, report, self.sample(), now
 
     def attached(self, box: dict[str, Any] | None) -> Any:
         """Shows the page number while a PDF is attached."""
@@ -154,12 +160,12 @@ class Page:
         box = box or {}
         files = box.get("files") or []
         query = Query(box.get("text") or "", Path(files[0]) if files else None, int(page or 1))
-        return self.again(query, kinds, dial)
+        return self.again(query, kinds, dial) if query != Query() else ("", "", query)
 
     def again(self, query: Query, kinds: Sequence[str], dial: float) -> tuple:
         """Answers a query with the settings of the page."""
         if query == Query():
-            return self.sample(), "", query
+            return gr.skip(), gr.skip(), gr.skip()
         try:
             answer = self.session.searcher.search(query, self.results, kinds, self._stop(dial))
         except QueryError as error:
@@ -201,14 +207,45 @@ _WELCOME = (
 )
 
 
+# The palette of app_page.css where Gradio's own parts are concerned: light and dark.
+_LOOK = (
+    ("body_background_fill", "#f6f5f1", "#14161b"),
+    ("body_text_color", "#1d1f24", "#e9eaee"),
+    ("body_text_color_subdued", "#5b606b", "#a3a9b6"),
+    ("background_fill_primary", "#ffffff", "#1d2027"),
+    ("background_fill_secondary", "#f6f5f1", "#14161b"),
+    ("block_background_fill", "#ffffff", "#1d2027"),
+    ("block_border_color", "#e2e0d8", "#2e323c"),
+    ("border_color_primary", "#e2e0d8", "#2e323c"),
+    ("block_label_text_color", "#1d1f24", "#e9eaee"),
+    ("block_title_text_color", "#1d1f24", "#e9eaee"),
+    ("block_info_text_color", "#5b606b", "#a3a9b6"),
+    ("input_background_fill", "#ffffff", "#1d2027"),
+    ("input_placeholder_color", "#6a6f7a", "#9aa0ad"),
+    ("checkbox_label_background_fill", "#f1f0eb", "#262a33"),
+    ("checkbox_label_background_fill_hover", "#e6eafb", "#252b40"),
+    ("checkbox_label_background_fill_selected", "#e6eafb", "#252b40"),
+    ("checkbox_label_text_color", "#1d1f24", "#e9eaee"),
+    ("checkbox_background_color_selected", "#3a5bd9", "#5b7cf0"),
+    ("slider_color", "#3a5bd9", "#8ea6ff"),
+    ("button_secondary_background_fill", "#e6eafb", "#252b40"),
+    ("button_secondary_background_fill_hover", "#d5dcf8", "#303a5c"),
+    ("button_secondary_text_color", "#2b47b0", "#c4d0ff"),
+)
+
+
 def theme() -> gr.Theme:
     """Returns the page's theme. System fonts: nothing is fetched from elsewhere."""
     sans = ["system-ui", "-apple-system", "Segoe UI", "Noto Sans", "sans-serif"]
     colours = gr.themes.colors.indigo
-    return gr.themes.Base(
+    base = gr.themes.Base(
         primary_hue=colours,
-        neutral_hue=gr.themes.colors.stone,
+        neutral_hue=gr.themes.colors.gray,
         font=sans,
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
         radius_size=gr.themes.sizes.radius_lg,
     )
+    look: dict[str, str] = {}
+    for name, light, dark in _LOOK:
+        look |= {name: light, f"{name}_dark": dark}
+    return base.set(**look)

@@ -29,7 +29,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     exec(compile(program(page), str(ROOT / page), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", APART)
+@pytest.mark.parametrize("page", [APART[0], pytest.param(APART[1], marks=pytest.mark.slow)])
 def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page, tmp_path):
     installed = Path(sysconfig.get_path("data")) / "share/moemb/kernels/moemb-cpu"
     if installed.is_dir():  # what `make install` compiled stands where the README has a build of your own

@@ -307,6 +307,7 @@ def test_embedding_alone_names_the_reason():
     assert embed_each(encoder, ["a"]) == ([None], ["out of memory"])
 
 
+@pytest.mark.slow
 def test_ten_thousand_files(store, tmp_path):
     folder = tmp_path / "many"
     image = png(RED, (8, 8))
