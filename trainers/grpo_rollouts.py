@@ -283,13 +283,24 @@ def replay_rollouts(
     begin = (batch.lengths.cumsum(1) - batch.lengths)[rollouts[row], side]
     keys = rollout_keys(settings.seed, batch.generation, batch.numbers[rollouts[row]], side)
     policy = ActionReplay(keys, settings.exploration, completions[row], begin)
-    output = model(
-        **join_items(items, device),
-        adaptive_compute=dict(settings.budget),
-        gate_policy=policy,
-        rollouts=copies(counts.tolist() * len(acting)),
-        pooled_only=True,
-    )
+
+    def with_log_probs(module, given, output):
+        # DDP looks for the parameters of a pass in its outputs; hard actions leave no trace of the gates in vectors
+        output.gate_logits = [call.log_probs for call in policy.calls.values()]
+        return output
+
+    inner = getattr(model, "module", model)
+    hook = inner.register_forward_hook(with_log_probs)
+    try:
+        output = model(
+            **join_items(items, device),
+            adaptive_compute=dict(settings.budget),
+            gate_policy=policy,
+            rollouts=copies(counts.tolist() * len(acting)),
+            pooled_only=True,
+        )
+    finally:
+        hook.remove()
     _check_replayed(policy, batch.lengths[rollouts[row], side])
     vectors = F.normalize(output.pooler_output.float(), dim=-1)
     unordered = torch.empty_like(order)
