@@ -25,7 +25,9 @@ from .benchmark_operations import Inputs, lengths_to_offsets
 
 
 KERNEL, TORCH = "moemb kernel", "moemb torch"
-BATCHED_LIMIT = 4 << 30  # bytes of gathered weights above which transformers' batched_mm is not asked to run
+# Bytes of gathered weights above which transformers' batched_mm is not asked to run: it is ten times slower than the
+# others by then, and what it allocates and frees slows down whoever runs after it.
+BATCHED_LIMIT = 256 << 20
 
 Run = Callable[[], Any]
 
