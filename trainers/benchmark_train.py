@@ -155,7 +155,8 @@ def _compare(context: Context, pair: ModelPair, dtype: str) -> dict[str, Any]:
     goals = [report.judge("x over transformers", seconds[str(choice)] / seconds[first], 1.5)]
     return {
         "items": len(items), "tokens": count_tokens(items), "gradient_difference": differences,
-        "searched_items": len(search), "candidates": candidates, "seconds": seconds, "timing": timing.record(), "goals": goals,
+        "searched_items": len(search), "candidates": candidates, "seconds": seconds, "timing": timing.record(),
+        "goals": goals,
         "adapters": sum(bool(re.fullmatch(TARGETS, name)) for name, _ in pair.ours.named_modules()),
     }  # fmt: skip
 
