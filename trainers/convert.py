@@ -38,7 +38,7 @@ from .convert_work import WorkFolder, recipe_of
 from .upcycling import Design, moemb_settings, plan_feed_forward
 
 
-HELP = "turn a stock Qwen3.5 checkpoint into a MoEMB model repository (native experts, upcycled, by modality, dense)"
+HELP = "turn a stock Qwen3.5 checkpoint into a MoEMB repository: native experts, upcycled, by modality, dense"
 
 DISK_MARGIN = 64 * 2**20
 PROCESSOR_FILES = (

@@ -9,7 +9,7 @@ import sys
 from .errors import MoEMBError
 
 
-HELP = "train a model as a recipe says (method: contrastive, adaptive, grpo; moemb-mini: pretrain, mini-contrastive)"
+HELP = "train as a recipe says: contrastive, adaptive, grpo; pretrain and mini-contrastive for moemb-mini"
 ACCEPTS_OVERRIDES = True
 
 METHODS = ("contrastive", "pretrain", "mini-contrastive", "adaptive", "grpo")

@@ -9,8 +9,10 @@ import torch
 import yaml
 from sentence_transformers import SentenceTransformer
 
+from modeling_moemb import MoEMBModel
 from moemb.trainers import contrastive_checkpoint
 from moemb.trainers.cli import main
+from moemb.trainers.contrastive_batches import model_inputs
 from moemb.trainers.contrastive_checkpoint import CheckpointWriteError
 from moemb.trainers.contrastive_config import ContrastiveConfig
 from moemb.trainers.contrastive_data import RowError
@@ -254,3 +256,29 @@ def test_bf16_training_moves_small_steps(tmp_path, repository, data):
     run.train()
     assert all(master.dtype == torch.float32 for master in run.optimizer.optimizer.masters)
     assert os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no"
+
+
+@pytest.mark.parametrize("kind", ["id", "instruction"])
+def test_routers_conditioned_on_the_task_are_trained_and_merged(tmp_path, repository, data, kind):
+    settings = {"task_conditioning": kind, "task_conditioning_dim": 4, "task_id_dropout": 0.5, "max_steps": 3}
+    run = trainer(tmp_path, repository, data, save_strategy="no", **settings)
+    run.train()
+    weights = {name: p for name, p in run.backbone.named_parameters() if "task_router" in name and p.requires_grad}
+    assert len(weights) == 2 and all(weight.abs().max() > 0 for weight in weights.values())
+    merged = MoEMBModel.from_pretrained(run.export_final()).eval()
+    assert merged.config.task_conditioning["kind"] == kind
+    batch = next(iter(run.get_train_dataloader()))["batch"]
+    if kind == "id":
+        batch.router_task = run.router_tasks(torch.tensor([item.task for item in batch.items]))
+    else:
+        assert any(item.instructed.any() for item in batch.items)
+    run.model.eval()
+    with torch.no_grad():
+        vectors = run.embed(run.model, batch, range(len(batch.items))).vectors
+        inputs = model_inputs(batch.items, run.encoder.normalisations, torch.device("cpu"))
+        if kind == "id":
+            inputs["router_task"] = batch.router_task
+        expected = merged(**inputs, pooled_only=True).pooler_output
+    assert torch.allclose(vectors, torch.nn.functional.normalize(expected, dim=-1), atol=1e-4)
+    processor = json.loads((tmp_path / "final" / "processor_config.json").read_text())
+    assert processor["embedding"].get("instruction_mask", False) == (kind == "instruction")

@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 from transformers import Qwen3_5MoeConfig
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeModel,
+    Qwen3_5MoeRMSNorm,
+)
 
 from moemb.trainers.convert_safetensors import read_checkpoint, write_shard
 from moemb.trainers.publish_heads import HEAD_SIZE, needs_wider_heads, widen, widened_config
@@ -30,8 +33,13 @@ def test_the_same_function(tmp_path, tiny_settings, key, value):
     assert wide.config.text_config.linear_key_head_dim == HEAD_SIZE
     ids = torch.randint(0, 280, (2, 19))
     with torch.no_grad():
-        before, after = model(input_ids=ids).last_hidden_state, wide(input_ids=ids).last_hidden_state
+        before, shared = model(input_ids=ids).last_hidden_state, wide(input_ids=ids).last_hidden_state
+        for module in wide.modules():  # the states of a random model are small enough to feel the others' epsilon
+            if isinstance(module, Qwen3_5MoeRMSNorm):
+                module.eps = config.text_config.rms_norm_eps
+        after = wide(input_ids=ids).last_hidden_state
     torch.testing.assert_close(after, before, atol=2e-5, rtol=2e-5)
+    assert torch.nn.functional.cosine_similarity(shared, before, dim=-1).min() > 0.9999
 
 
 def test_only_smaller_heads_are_filled_up(tiny_settings):
