@@ -1,4 +1,4 @@
-"""The README keeps its word: its tree is the tree, its commands exist, its example runs."""
+"""The README keeps its word: its commands exist, its example runs. The tree of CONTRIBUTING.md is the tree."""
 
 import json
 import re
@@ -11,12 +11,13 @@ from moemb.trainers import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 ROOMS = ["modeling_moemb", "trainers", "recipes/moemb-mini"]
 
 
 def tree_of(room: str) -> list[str]:
     """Names that the tree lists below a room."""
-    block = re.search(rf"^{re.escape(room)}/.*\n((?:  .*\n)*)", README, re.MULTILINE)
+    block = re.search(rf"^{re.escape(room)}/.*\n((?:  .*\n)*)", CONTRIBUTING, re.MULTILINE)
     return [line.split()[0].rstrip("/") for line in block[1].splitlines()]
 
 

@@ -26,6 +26,7 @@ from .pages import ROOT, commands
 ITEMS = "--calibration_data '{items.jsonl: 8}' --batch_size 4"
 # What makes a command small, by its beginning; the longest that fits. `{}` stands for what the reader fills in.
 QUIET = {"eval_strategy": "no", "save_steps": 100}
+LENGTHLESS = {key: value for key, value in SETTINGS.items() if key != "max_steps"}
 
 
 def settings(**values) -> str:
@@ -37,7 +38,7 @@ SMALL = {
     "moemb kernels": "",
     "moemb ablate": (
         f"--pretrain_settings {settings(**{**TINY, **QUIET, 'max_steps': 1, 'warmup_steps': 0})}"
-        f" --train_settings {settings(**{**SETTINGS, **QUIET, 'warmup_steps': 0})}"
+        f" --train_settings {settings(**{**LENGTHLESS, **QUIET, 'warmup_steps': 0})}"
         " --variants '{native: {}}' --steps 1 --seeds '[0]' --tasks '[emoji-concept]' --bootstrap_samples 5"
         " --output ablation"
     ),
