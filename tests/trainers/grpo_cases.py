@@ -84,7 +84,7 @@ if __name__ == "__main__":
     model, processor = gated_model(tiny_settings.__wrapped__())
     trainer = grpo_trainer(
         model, processor, output / "run", per_device_train_batch_size=per_device, num_generations=8, replay=replay,
-        loss_type=sys.argv[4],
+        loss_type=sys.argv[4], optim="sgd", learning_rate=1.0,  # Adam would make rounding of tiny gradients a step
     )  # fmt: skip
     trainer.train()
     if trainer.accelerator.is_main_process:

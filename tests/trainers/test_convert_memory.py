@@ -30,7 +30,9 @@ size = int(status.split("VmSize:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[3]),) * 2)
 design = upcycling.Design(sys.argv[4], granularity=8, replicas=2)
 convert.convert_checkpoint(sys.argv[1], sys.argv[2], design=design)
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# not ru_maxrss: that survives exec, and would be the size of the process that started this one
+status = open("/proc/self/status").read()
+print("peak", int(status.split("VmHWM:")[1].split()[0]) * 1024)
 """
 
 
