@@ -301,12 +301,13 @@ def _finish(settings, source, plan: dict[str, Any], output: Path) -> dict[str, A
         "skipped": plan["skipped"],
         "versions": package_versions(),
     }
+    _sweep(output)  # every shard is there: what is left is of workers that died
     write_atomically(output / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return manifest
 
 
 def _sweep(output: Path) -> None:
-    """Removes what killed workers left; called while no other run is at work here."""
+    """Removes what killed workers left; called while no other run, and no shard of this one, is at work here."""
     for folder in ("shards", "failures"):
         for path in (output / folder).glob(".shard-*"):
             path.unlink(missing_ok=True)
