@@ -107,14 +107,9 @@ def _draft(folder: Path) -> Path:
 
 
 def _finish(draft: Path, folder: Path, tokenizer, record: dict[str, Any]) -> None:
-    from .repository import mini_processor
+    from .repository import mini_processor, put_in_place
 
     mini_processor(tokenizer).save_pretrained(draft)
     # a record travels: no folder of the machine it was made on belongs in it
     (draft / RECORD).write_text(json.dumps(record, indent=2).replace(str(Path.home()), "~") + "\n")
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(draft, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(draft, folder)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from .calibration_repository import CONFIG_KEY
 from .errors import MoEMBError
+from .repository import put_in_place
 
 
 GATES_FILE = "model-gates.safetensors"
@@ -70,7 +71,8 @@ def write_with_gates(source: Path, target: Path, model: Any, record: dict[str, A
         from modeling_moemb.sentence_transformer_moemb import complete_saved_code
 
         complete_saved_code(draft)
-    return _publish(draft, target)
+    put_in_place(draft, target)
+    return target
 
 
 def _link(path: Path, target: Path) -> None:
@@ -91,13 +93,3 @@ def _index_of(folder: Path) -> dict[str, Any]:
     with safe_open(folder / shard, framework="pt") as file:
         names = list(file.keys())
     return {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
-
-
-def _publish(draft: Path, target: Path) -> Path:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(draft, target)
-    shutil.rmtree(old, ignore_errors=True)
-    return target

@@ -281,10 +281,10 @@ class JsonLines(TrainerCallback):
 
 
 def _last_value(log: Path, name: str) -> float:
-    text = log.read_text() if log.is_file() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:  # a kill cut the last line
-        log.write_text(whole)
+    data = log.read_bytes() if log.is_file() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:  # a kill cut the last line; cut, not written again, so that another kill loses nothing
+        os.truncate(log, len(whole))
     entries = [json.loads(line) for line in whole.splitlines()]
     return next((entry[name] for entry in reversed(entries) if name in entry), 0.0)
 

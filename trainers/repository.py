@@ -235,7 +235,7 @@ def assemble_repository(
         else:
             config = config or _copy_weights(Path(weights_dir), draft)
         write_repository_files(draft, config=config, processor=processor, card_text=card_text, conventions=conventions)
-        _publish(draft, target)
+        put_in_place(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
@@ -285,13 +285,12 @@ def _copy_weights(source: Path, draft: Path) -> Any:
     return MoEMBConfig.from_pretrained(str(source))
 
 
-def _publish(draft: Path, target: Path) -> None:
+def put_in_place(draft: Path, target: Path) -> None:
     """Puts the draft in the target's place by renaming, so that the target is never half there."""
-    if not target.exists():
-        draft.rename(target)
-        return
-    old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-    target.rename(old)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a process that was killed in between
+    if target.exists():
+        target.rename(old)
     draft.rename(target)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -47,51 +47,52 @@ def run(args: argparse.Namespace) -> int:
     return run_contrastive(args) if method == "contrastive" else run_mini(args, method)
 
 
+def settings_of(args: argparse.Namespace, *classes: type) -> tuple:
+    """The recipe's settings, one object for each class; the first one's `output_dir` is spelled out."""
+    from .recipe import load_recipe
+
+    settings = load_recipe(args.config, *classes, overrides=args.overrides, extra_keys=("method",))
+    settings[0].output_dir = os.path.expanduser(os.path.expandvars(settings[0].output_dir))
+    return settings
+
+
+def refuse_publishing(args: argparse.Namespace) -> None:
+    """Raises `TrainError` when `--publish` was given to a method whose runs end in a repository."""
+    if args.publish:
+        raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
+
+
 def run_contrastive(args: argparse.Namespace) -> int:
     """Contrastive training of any model on any data."""
     from .contrastive_config import ContrastiveConfig
     from .contrastive_trainer import build_trainer
-    from .recipe import load_recipe
     from .router_settings import RouterSettings
 
-    if args.publish:
-        raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
-    classes = (ContrastiveConfig, RouterSettings)
-    config, router = load_recipe(args.config, *classes, overrides=args.overrides, extra_keys=("method",))
-    config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
-    return run_trainer(build_trainer(config, router), args)
+    refuse_publishing(args)
+    return run_trainer(build_trainer(*settings_of(args, ContrastiveConfig, RouterSettings)), args)
 
 
 def run_adaptive(args: argparse.Namespace) -> int:
     """Gates trained by gradients."""
     from .adaptive_config import AdaptiveConfig
     from .adaptive_trainer import build_trainer
-    from .recipe import load_recipe
 
-    if args.publish:
-        raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
-    (config,) = load_recipe(args.config, AdaptiveConfig, overrides=args.overrides, extra_keys=("method",))
-    config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
-    return run_trainer(build_trainer(config), args)
+    refuse_publishing(args)
+    return run_trainer(build_trainer(*settings_of(args, AdaptiveConfig)), args)
 
 
 def run_grpo(args: argparse.Namespace) -> int:
     """Gates trained by policy optimisation."""
     from .grpo_run import GRPORunConfig, build_trainer
-    from .recipe import load_recipe
 
-    if args.publish:
-        raise TrainError("--publish is for moemb-mini's own checkpoint; final/ of this method is a repository already")
-    (config,) = load_recipe(args.config, GRPORunConfig, overrides=args.overrides, extra_keys=("method",))
-    config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
-    return run_trainer(build_trainer(config), args)
+    refuse_publishing(args)
+    return run_trainer(build_trainer(*settings_of(args, GRPORunConfig)), args)
 
 
 def run_mini(args: argparse.Namespace, method: str) -> int:
     """The two stages of moemb-mini, on its corpus."""
     from .checkpoint import publish
     from .corpus import load_corpus
-    from .recipe import load_recipe
 
     if method == "pretrain":
         from .pretrain_config import PretrainConfig as config_class
@@ -99,8 +100,7 @@ def run_mini(args: argparse.Namespace, method: str) -> int:
     else:
         from .mini_contrastive_config import MiniContrastiveConfig as config_class
         from .mini_contrastive_trainer import build_trainer
-    (config,) = load_recipe(args.config, config_class, overrides=args.overrides, extra_keys=("method",))
-    config.output_dir = os.path.expanduser(os.path.expandvars(config.output_dir))
+    (config,) = settings_of(args, config_class)
     if config.init_from:
         config.init_from = os.path.expanduser(os.path.expandvars(config.init_from))
     if args.publish:
