@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from . import benchmark_report as report
-from .benchmark_encode import OURS, OURS_TORCH, Context, count_tokens, trim_memory
+from .benchmark_encode import OURS, OURS_TORCH, Context, trim_memory
 from .benchmark_kernel_switch import any_kernel, kernels_off
 from .benchmark_machine import peak_memory, resident_bytes
 from .benchmark_models import Item, ModelPair, padded_batch, text_item
-from .benchmark_peers import StockChoice
+from .benchmark_peers import StockChoice, count_tokens, fastest_choice
 from .benchmark_timing import interleave
 from .benchmark_train import forget_adapters, gradient_difference, gradients, with_adapters
 from .cached_gradients import Embedded, contrastive_step
@@ -113,18 +113,17 @@ def step_stock(embedder: Any, given: list[list[Item]], choice: StockChoice) -> b
 def fastest_stock(context: Context, embedder: Any, given: list[list[Item]]) -> tuple[StockChoice, dict[str, float]]:
     """The mini-batch size and expert back-end that Sentence Transformers is fastest with on a quarter of the rows."""
     few = [column[: max(4, len(column) // 4)] for column in given]
-    tried = {}
-    for backend in BACKENDS:
-        for size in context.batch_sizes(MINI_BATCHES):
-            choice = StockChoice(backend, size)
-            context.progress(f"sentence-transformers, {choice}")
-            # what is loaded on first use is nobody's speed
-            step_stock(embedder, [column[:2] for column in few], choice)
-            start = time.perf_counter()
-            step_stock(embedder, few, choice)
-            tried[choice] = time.perf_counter() - start
-            gradients(embedder[0].model)
-    return min(tried, key=tried.get), {str(choice): seconds for choice, seconds in tried.items()}
+    choices = [StockChoice(backend, size) for backend in BACKENDS for size in context.batch_sizes(MINI_BATCHES)]
+    for choice in choices:  # what is loaded on first use is nobody's speed
+        step_stock(embedder, [column[:2] for column in few], choice)
+
+    def run(choice: StockChoice, stop: Callable[[], bool]) -> bool:
+        gradients(embedder[0].model)
+        return step_stock(embedder, few, choice)
+
+    best, seconds = fastest_choice(choices, run, lambda text: context.progress(f"sentence-transformers, {text}"))
+    gradients(embedder[0].model)
+    return best, {str(choice): value for choice, value in seconds.items()}
 
 
 def _step(dtype: str) -> Callable[[Context], dict[str, Any]]:
@@ -217,22 +216,19 @@ def case_names(quick: bool = False) -> list[str]:
     return list(CASES)
 
 
+def _cells(record: report.Record, name: str, value: float, number: int) -> dict[str, str]:
+    difference, peak = record["gradient_difference"].get(name), record["memory"].get(name)
+    return {
+        "system": name,
+        "step": report.seconds_text(value),
+        "peak": "" if peak is None else f"{peak / 2**20:.0f} MB",
+        "gradient difference": "" if difference is None else f"{difference:.1e}",
+    }
+
+
 def rows(records: list[report.Record]) -> list[dict[str, str]]:
     """Table rows of the results: a line per system or batch."""
-    lines = []
-    for record in records:
-        for number, (name, value) in enumerate(record["seconds"].items()):
-            difference, peak = record["gradient_difference"].get(name), record["memory"].get(name)
-            lines.append({
-                "case": record["case"] if number == 0 else "",
-                "system": name,
-                "step": report.seconds_text(value),
-                "peak": "" if peak is None else f"{peak / 2**20:.0f} MB",
-                "gradient difference": "" if difference is None else f"{difference:.1e}",
-                "others": report.load_text(record) if number == 0 else "",
-                "goal": report.goal_text(record["goals"]) if number == 0 else "",
-            })  # fmt: skip
-    return lines
+    return report.system_rows(records, _cells)
 
 
 def plot(records: list[report.Record], path: Path) -> Path:

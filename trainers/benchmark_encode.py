@@ -17,7 +17,15 @@ from .benchmark_kernel_switch import any_kernel, kernels_off
 from .benchmark_machine import peak_memory, read_bandwidth, resident_bytes, threads
 from .benchmark_models import Item, ModelPair, build_pair, image_item, packed_batch, text_item
 from .benchmark_operations import ragged_lengths
-from .benchmark_peers import BATCH_SIZES, agreement, best_stock, by_length, encode_packed, encode_stock
+from .benchmark_peers import (
+    BATCH_SIZES,
+    agreement,
+    best_stock,
+    count_tokens,
+    encode_packed,
+    encode_stock,
+    sample_of_all_lengths,
+)
 from .benchmark_timing import Protocol, interleave
 from .benchmark_vllm_peer import VllmPeer
 
@@ -63,11 +71,6 @@ class Context:
         return [text_item(length, generator) for length in lengths]
 
 
-def count_tokens(items: list[Item]) -> int:
-    """Tokens of all items."""
-    return sum(len(item.ids) for item in items)
-
-
 def _ours(model, items: list[Item], **settings) -> dict[str, Callable[[], Any]]:
     """Our model as it comes, and beside it without kernels when it has some."""
 
@@ -87,7 +90,7 @@ def _first(names) -> str:
 def _against_stock(context: Context, pair: ModelPair, items: list[Item], ratio: float, dtype: str) -> dict[str, Any]:
     """Correctness, then transformers' best way, then all in turn."""
     runs = _ours(pair.ours, items)
-    search = [items[place] for place in by_length(items)[:: max(1, count_tokens(items) // SEARCHED_TOKENS)]]
+    search = sample_of_all_lengths(items, SEARCHED_TOKENS)
     choice, candidates = best_stock(
         search, pair.stock, lambda some, choice, stop: encode_stock(pair.stock, some, choice, stop),
         batch_sizes=context.batch_sizes(BATCH_SIZES), progress=context.progress,
@@ -332,21 +335,16 @@ def case_names(quick: bool = False) -> list[str]:
     return list(CASES)
 
 
+def _cells(record: report.Record, name: str, value: float | None, number: int) -> dict[str, str]:
+    speed = "" if value is None or ", top-" in name else f"{_tokens_of(name, record['tokens']) / value:.0f}"
+    return {"system": name, "time": "" if value is None else report.seconds_text(value), "tokens/s": speed}
+
+
 def rows(records: list[report.Record]) -> list[dict[str, str]]:
     """Table rows of the results: a line per system, the goals on the first one."""
     lines = []
     for record in records:
-        seconds = record["seconds"] or {"": None}
-        for number, (name, value) in enumerate(seconds.items()):
-            tokens = record["tokens"]
-            lines.append({
-                "case": record["case"] if number == 0 else "",
-                "system": name,
-                "time": "" if value is None else report.seconds_text(value),
-                "tokens/s": "" if value is None or ", top-" in name else f"{_tokens_of(name, tokens) / value:.0f}",
-                "others": report.load_text(record) if number == 0 else "",
-                "goal": report.goal_text(record["goals"]) if number == 0 else "",
-            })  # fmt: skip
+        lines += report.system_rows([record], _cells)
         for name, reason in record.get("not_run", {}).items():
             lines.append({"system": f"{name} not run", "goal": reason[:100]})
     return lines

@@ -22,6 +22,16 @@ def by_length(items: list[Item]) -> list[int]:
     return sorted(range(len(items)), key=lambda place: -len(items[place].ids))
 
 
+def count_tokens(items: list[Item]) -> int:
+    """Tokens of all items."""
+    return sum(len(item.ids) for item in items)
+
+
+def sample_of_all_lengths(items: list[Item], tokens: int) -> list[Item]:
+    """Every n-th item by length, so that about `tokens` tokens are left; all where there are no more."""
+    return [items[place] for place in by_length(items)[:: max(1, count_tokens(items) // tokens)]]
+
+
 def token_batches(items: list[Item], budget: int | None) -> list[list[int]]:
     """Places of the items in batches of at most `budget` tokens (`None`: one batch), sorted by length."""
     order = by_length(items)
@@ -132,42 +142,56 @@ def best_stock(
     Returns:
         The choice, and the seconds of every candidate (`None`: given up as too slow, or did not fit).
     """
-    sizes = [size for size in batch_sizes if size <= len(items)] or [1]
-    fastest, tried, finished_in = float("inf"), {}, {}
+    sizes = sorted((size for size in batch_sizes if size <= len(items)), key=lambda size: abs(size - 8)) or [1]
     few = [items[place] for place in by_length(items)[-2:]]
     for backend in backends:  # what is loaded and compiled on first use is nobody's speed
         run(few, StockChoice(backend, 2), lambda: False)
     # likely winners first: the others are then given up early
-    for size in sorted(sizes, key=lambda size: abs(size - 8)):
-        for backend in backends:
-            choice = StockChoice(backend, size)
-            tried[str(choice)] = None
-            if not feasible(model, items, choice):
-                continue
-            progress(f"{choice}, candidate")
-            start = time.perf_counter()
-            try:
-                finished = run(items, choice, lambda limit=start + fastest: time.perf_counter() > limit)
-            except (RuntimeError, MemoryError):  # out of memory, or shapes that a back-end refuses
-                continue
-            if finished is None:
-                continue
-            seconds = time.perf_counter() - start
-            tried[str(choice)] = finished_in[choice] = seconds
-            fastest = min(fastest, 1.2 * seconds)
-    if not finished_in:
+    choices = [StockChoice(backend, size) for size in sizes for backend in backends]
+    possible = [choice for choice in choices if feasible(model, items, choice)]
+    best, seconds = fastest_choice(possible, lambda choice, stop: run(items, choice, stop), progress)
+    return best, {str(choice): seconds.get(choice) for choice in choices}
+
+
+def fastest_choice(
+    choices: list[StockChoice],
+    run: Callable[[StockChoice, Callable[[], bool]], Any],
+    progress: Callable[[str], None] = lambda text: None,
+) -> tuple[StockChoice, dict[StockChoice, float]]:
+    """
+    The fastest of some ways to run a peer. The three best run twice: one noisy run must not choose.
+
+    Args:
+        choices (`list[StockChoice]`): what to try, likely winners first.
+        run (`Callable`): called with a choice and a function that says when to give up; returns `None` if it did.
+        progress (`Callable[[str], None]`, *optional*): is told what runs.
+
+    Returns:
+        The choice, and the least seconds of all that were not given up and did not fail.
+
+    Raises:
+        RuntimeError: none ran.
+    """
+    limit, seconds = float("inf"), {}
+    for choice in choices:
+        progress(f"{choice}, candidate")
+        start = time.perf_counter()
+        try:
+            finished = run(choice, lambda end=start + limit: time.perf_counter() > end)
+        except (RuntimeError, MemoryError):  # out of memory, or shapes that a back-end refuses
+            continue
+        if finished is None:
+            continue
+        seconds[choice] = time.perf_counter() - start
+        limit = min(limit, 1.2 * seconds[choice])
+    if not seconds:
         raise RuntimeError("transformers' model ran with none of its back-ends and batch sizes")
-    return _fastest_again(items, run, finished_in, tried, progress), tried
-
-
-def _fastest_again(items, run, finished_in: dict[StockChoice, float], tried, progress) -> StockChoice:
-    """The three fastest once more: one noisy run must not choose the peer. Keeps the lesser time of each."""
-    for choice in sorted(finished_in, key=finished_in.get)[:3]:
+    for choice in sorted(seconds, key=seconds.get)[:3]:
         progress(f"{choice}, again")
         start = time.perf_counter()
-        run(items, choice, lambda: False)
-        tried[str(choice)] = finished_in[choice] = min(finished_in[choice], time.perf_counter() - start)
-    return min(finished_in, key=finished_in.get)
+        run(choice, lambda: False)
+        seconds[choice] = min(seconds[choice], time.perf_counter() - start)
+    return min(seconds, key=seconds.get), seconds
 
 
 def agreement(ours: Tensor, theirs: Tensor) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,29 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
         padded = (text.rjust(w) if right else text.ljust(w) for text, w, right in zip(line, widths, numeric))
         lines.append("  ".join(padded).rstrip())
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def system_rows(
+    records: Iterable[Record], cells: Callable[[Record, str, float | None, int], Mapping[str, str]]
+) -> list[dict[str, str]]:
+    """
+    Table rows of results, a line per system; case, load and goals stand on the first of each.
+
+    Args:
+        records (`Iterable[dict]`): results with `seconds` by system; one without any system has a line, too.
+        cells (`Callable`): the columns between, from a result, the system's name, its seconds and its number.
+    """
+    lines = []
+    for record in records:
+        for number, (name, value) in enumerate((record["seconds"] or {"": None}).items()):
+            first = number == 0
+            lines.append({
+                "case": record["case"] if first else "",
+                **cells(record, name, value, number),
+                "others": load_text(record) if first else "",
+                "goal": goal_text(record["goals"]) if first else "",
+            })  # fmt: skip
+    return lines
 
 
 def seconds_text(seconds: float) -> str:

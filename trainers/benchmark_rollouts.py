@@ -108,22 +108,19 @@ def case_names(quick: bool = False) -> list[str]:
     return list(CASES)
 
 
+def _cells(record: report.Record, name: str, value: float, number: int) -> dict[str, str]:
+    return {
+        "what": name,
+        "time": report.seconds_text(value),
+        "full forwards": f"{value / record['seconds'][FULL]:.2f}x",
+        "saved": f"{100 * record['saved']:.0f}%" if number == 1 else "",
+        "difference": f"{record['difference']:.1e}" if number == 1 else "",
+    }
+
+
 def rows(records: list[report.Record]) -> list[dict[str, str]]:
     """Table rows of the results: a line per way to run the group."""
-    lines = []
-    for record in records:
-        for number, (name, value) in enumerate(record["seconds"].items()):
-            lines.append({
-                "case": record["case"] if number == 0 else "",
-                "what": name,
-                "time": report.seconds_text(value),
-                "full forwards": f"{value / record['seconds'][FULL]:.2f}x",
-                "saved": f"{100 * record['saved']:.0f}%" if number == 1 else "",
-                "difference": f"{record['difference']:.1e}" if number == 1 else "",
-                "others": report.load_text(record) if number == 0 else "",
-                "goal": report.goal_text(record["goals"]) if number == 0 else "",
-            })  # fmt: skip
-    return lines
+    return report.system_rows(records, _cells)
 
 
 def plot(records: list[report.Record], path: Path) -> Path:

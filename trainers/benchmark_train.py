@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from . import benchmark_report as report
-from .benchmark_encode import OURS, OURS_TORCH, Context, count_tokens
+from .benchmark_encode import OURS, OURS_TORCH, Context
 from .benchmark_kernel_switch import any_kernel, kernels_off
 from .benchmark_models import Item, ModelPair, packed_batch, padded_batch
-from .benchmark_peers import StockChoice, best_stock, by_length
+from .benchmark_peers import StockChoice, best_stock, by_length, count_tokens, sample_of_all_lengths
 from .benchmark_report import BenchmarkError
 from .benchmark_timing import interleave
 
@@ -25,7 +25,7 @@ RANK = 16
 GRADIENT_TOLERANCE = 1e-4
 BACKENDS = ("eager", "grouped_mm")  # batched_mm would keep a copy of the weights for every pair until the backward
 BATCH_SIZES = (1, 2, 4, 8)
-SEARCHED = 3  # every third item by length: what transformers' best way is searched for on
+SEARCHED_TOKENS = 1365  # every third item by length: what transformers' best way is searched for on
 
 
 def with_adapters(pair: ModelPair) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -138,7 +138,7 @@ def _compare(context: Context, pair: ModelPair, dtype: str) -> dict[str, Any]:
             gradients(stock)
         return done
 
-    search = [items[place] for place in by_length(items)[::SEARCHED]]
+    search = sample_of_all_lengths(items, SEARCHED_TOKENS)
     choice, candidates = best_stock(search, stock, peer, BACKENDS, context.batch_sizes(BATCH_SIZES), context.progress)
     gradients(stock)
     peer(items, choice)
@@ -169,22 +169,19 @@ def case_names(quick: bool = False) -> list[str]:
     return list(CASES)
 
 
+def _cells(record: report.Record, name: str, value: float, number: int) -> dict[str, str]:
+    difference = record["gradient_difference"].get(name)
+    return {
+        "system": name,
+        "step": report.seconds_text(value),
+        "tokens/s": f"{record['tokens'] / value:.0f}",
+        "gradient difference": "" if difference is None else f"{difference:.1e}",
+    }
+
+
 def rows(records: list[report.Record]) -> list[dict[str, str]]:
     """Table rows of the results: a line per system."""
-    lines = []
-    for record in records:
-        for number, (name, value) in enumerate(record["seconds"].items()):
-            difference = record["gradient_difference"].get(name)
-            lines.append({
-                "case": record["case"] if number == 0 else "",
-                "system": name,
-                "step": report.seconds_text(value),
-                "tokens/s": f"{record['tokens'] / value:.0f}",
-                "gradient difference": "" if difference is None else f"{difference:.1e}",
-                "others": report.load_text(record) if number == 0 else "",
-                "goal": report.goal_text(record["goals"]) if number == 0 else "",
-            })  # fmt: skip
-    return lines
+    return report.system_rows(records, _cells)
 
 
 def plot(records: list[report.Record], path: Path) -> Path:
