@@ -8,6 +8,8 @@ AutoProcessor give the same vector. Pooling and normalisation are the stock modu
 import inspect
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,16 @@ from .items_moemb import as_batch
 _POOLED_ONLY: ContextVar[bool] = ContextVar("pooled_only", default=False)
 FORWARD_KWARGS = ["adaptive_compute", "router_task"]  # that `encode` hands to the model
 _OVERRIDES = {"text": ("max_length",), "image": ("min_pixels", "max_pixels"), "video": ("num_frames", "fps")}
+
+
+@contextmanager
+def pooled_only(wanted: bool = True) -> Iterator[None]:
+    """Inside, [`MoEMBTransformer`] computes nothing but the pooled vectors, when `wanted`."""
+    token = _POOLED_ONLY.set(wanted)
+    try:
+        yield
+    finally:
+        _POOLED_ONLY.reset(token)
 
 
 class MoEMBTransformer(Transformer):
@@ -175,11 +187,8 @@ class SentenceTransformer(sentence_transformers.SentenceTransformer):
         wanted = kwargs["output_value"]
         unit = any(isinstance(module, sentence_transformers.sentence_transformer.modules.Normalize) for module in self)
         kwargs["normalize_embeddings"] = kwargs["normalize_embeddings"] or unit
-        token = _POOLED_ONLY.set(wanted == "sentence_embedding")
-        try:
+        with pooled_only(wanted == "sentence_embedding"):
             outputs = super()._inference(inputs, **kwargs)
-        finally:
-            _POOLED_ONLY.reset(token)
         if wanted is None and kwargs["normalize_embeddings"]:
             for output in outputs:
                 vector = output["sentence_embedding"]
@@ -250,4 +259,4 @@ def _update_json(path: Path, change: Any) -> None:
         path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-__all__ = ["MoEMBTransformer", "SentenceTransformer", "complete_saved_code"]
+__all__ = ["MoEMBTransformer", "SentenceTransformer", "complete_saved_code", "pooled_only"]

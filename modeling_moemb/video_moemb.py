@@ -30,7 +30,7 @@ except ImportError:
 # Containers that hold their frames themselves. FFmpeg also reads playlists and session descriptions (HLS, concat,
 # SDP), which would have it open other files and network connections for whoever wrote them.
 _CONTAINERS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,ogg,nut,mxf,ivf,obu,h264,hevc,m4v,mjpeg,wav,mp3,flac,aac"
-_OPEN_OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
+OPEN_OPTIONS = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _file(source: bytes | Path, sampling: FrameSampling) -> VideoClip:
 
 def _decode(file: Any, sampling: FrameSampling) -> tuple[np.ndarray, np.ndarray]:
     """Two passes: count frames and their times without converting pixels, then convert only the frames to keep."""
-    with av.open(file, options=_OPEN_OPTIONS) as container:
+    with av.open(file, options=OPEN_OPTIONS) as container:
         if not container.streams.video:
             raise MediaError("it has no video stream")
         times = _frame_times(container)
@@ -255,10 +255,10 @@ def _decode(file: Any, sampling: FrameSampling) -> tuple[np.ndarray, np.ndarray]
     wanted, frames = set(chosen.tolist()), []
     if hasattr(file, "seek"):
         file.seek(0)
-    with av.open(file, options=_OPEN_OPTIONS) as container:
+    with av.open(file, options=OPEN_OPTIONS) as container:
         for number, frame in enumerate(_decoded(container)):
             if number in wanted:
-                frames.append(_upright(frame))
+                frames.append(upright(frame))
     if len(frames) != len(wanted):
         raise MediaError(f"it broke off after {len(frames)} of {len(wanted)} frames")
     return _stack(frames), np.asarray(times)[chosen] - times[0]
@@ -279,7 +279,7 @@ def _frame_times(container) -> list[float]:
     return times
 
 
-def _upright(frame) -> np.ndarray:
+def upright(frame) -> np.ndarray:
     """RGB pixels, turned as the file's display matrix says (phones store upright videos lying down)."""
     pixels = frame.to_ndarray(format="rgb24")
     turns = round((getattr(frame, "rotation", 0) or 0) / 90) % 4

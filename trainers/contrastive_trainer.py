@@ -20,7 +20,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 
-from modeling_moemb.sentence_transformer_moemb import _POOLED_ONLY, MoEMBTransformer
+from modeling_moemb.sentence_transformer_moemb import MoEMBTransformer, pooled_only
 
 from .cached_gradients import Embedded, average_gradients, contrastive_step, most_over_processes
 from .calibration_repository import locate_model
@@ -217,11 +217,8 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
             inputs["output_router_logits"] = True
         if batch.router_task is not None:
             inputs["router_task"] = batch.router_task[places.start : places.stop].to(bounds.device)
-        token = _POOLED_ONLY.set(True)
-        try:
+        with pooled_only():
             vectors = model(inputs)["sentence_embedding"].float()
-        finally:
-            _POOLED_ONLY.reset(token)
         logits, self._router_logits = self._router_logits, ()
         return Embedded(vectors, logits, segment, tasks)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from modeling_moemb.media_moemb import MediaError
-from modeling_moemb.video_moemb import _OPEN_OPTIONS, FrameSampling, _upright
+from modeling_moemb.video_moemb import OPEN_OPTIONS, FrameSampling, upright
 
 
 # A stretch this much longer than wished is better than one that lasts a second.
@@ -51,7 +51,7 @@ def clip_stretches(path: Path, seconds: float, sampling: FrameSampling) -> Itera
     import av
 
     try:
-        with av.open(str(path), options=_OPEN_OPTIONS) as container:
+        with av.open(str(path), options=OPEN_OPTIONS) as container:
             if not container.streams.video:
                 raise MediaError("it has no video stream")
             stream = container.streams.video[0]
@@ -76,7 +76,7 @@ def _decode(path: Path, seconds: float, count: int, rate: float, sampling: Frame
     wished = sampling.indices(max(1, round(seconds * rate)), rate) / rate
     frames: list[np.ndarray] = []
     number, first, time = 0, None, 0.0
-    with av.open(str(path), options=_OPEN_OPTIONS) as container:
+    with av.open(str(path), options=OPEN_OPTIONS) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         for index, frame in enumerate(container.decode(stream)):
@@ -89,7 +89,7 @@ def _decode(path: Path, seconds: float, count: int, rate: float, sampling: Frame
                 number, frames = number + 1, []
             due = len(frames) < len(wished) and time - number * seconds >= wished[len(frames)] - 0.5 / rate
             if due:
-                frames.append(_upright(frame))
+                frames.append(upright(frame))
     if first is None:
         raise MediaError("it has no frames")
     if frames:
