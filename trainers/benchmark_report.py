@@ -21,9 +21,10 @@ class BenchmarkError(MoEMBError, ValueError):
 
 
 def code_fingerprint() -> str:
-    """SHA-256 over the sources of the model: a case measured on other code is measured again."""
+    """SHA-256 over the sources of the model and of the benchmarks: what other code measured is measured again."""
     digest = hashlib.sha256()
-    for path in sorted(Path(modeling_moemb.__file__).parent.glob("*.py")):
+    model, benchmarks = Path(modeling_moemb.__file__).parent.glob("*.py"), Path(__file__).parent.glob("benchmark*.py")
+    for path in [*sorted(model), *sorted(benchmarks)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
