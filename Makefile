@@ -6,6 +6,11 @@ EXTRAS ?= train,eval,encode,app,dev
 PYTEST_ARGS ?=
 ARGS ?=
 
+# Tests run in a process per core, at most four: each holds PyTorch, and up to 2 GB. `WORKERS=0` is one plain process.
+# `worksteal` gives every process a stretch of files, so that fixtures are made once, and levels out at the end.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 # Beside a busy machine the workers of one process must not outnumber its cores.
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
@@ -47,10 +52,10 @@ docs: install
 	$(BIN)/mkdocs build --strict $(ARGS)
 
 test: install browser
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 slow: install browser
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -1,6 +1,15 @@
-"""Shared fixtures: tiny models built from a configuration, and no network."""
+"""Shared fixtures: tiny models built from a configuration, and no network.
 
+Under pytest-xdist (`make test`, `make slow`) a test marked `alone` waits until the other processes of the run are
+between two tests, and they wait for it.
+"""
+
+import fcntl
 import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -8,6 +17,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # the models here are tiny: a second thread only waits, and beside other processes it waits long
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# transformers copies remote code file by file into this folder: two processes must not share it, nor leave it behind
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="moemb-tests-modules-")
 
 import pytest
 import torch
@@ -26,6 +37,33 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+
+@contextmanager
+def _turn(folder: Path, exclusive: bool):
+    """A lock of this run, of many or of one. One at a time passes the gate before it: who waits is not overtaken."""
+    with (folder / "gate").open("w") as gate, (folder / "turn").open("w") as turn:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(turn, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(turn, fcntl.LOCK_UN)  # closing would leave it to a process that was forked meanwhile
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout, which must not count the waiting
+def pytest_runtest_protocol(item):
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    run = Path(item.config.getoption("basetemp")).parent  # that of a worker lies in that of the run
+    run.mkdir(parents=True, exist_ok=True)
+    with _turn(run, "alone" in item.keywords):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from .corpus_sources import cache_folder
 from .errors import MoEMBError
 from .evaluation_encoding import folder_fingerprint
@@ -56,12 +58,9 @@ def mini_repository(checkpoint: Path | None = None) -> Path:
     target = cache_folder() / f"{MINI}-{_source_hash(folder)[:16]}"
     if not (target / "modules.json").is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            assemble_checkpoint(folder, target)
-        except OSError:
-            # Another process may have put the same folder there first; anything else is a real failure.
-            if not (target / "modules.json").is_file():
-                raise
+        with FileLock(target.with_name(f".{target.name}.lock")):
+            if not (target / "modules.json").is_file():  # another process may have made it meanwhile
+                assemble_checkpoint(folder, target)
     return target
 
 

@@ -28,6 +28,7 @@ from compile_sources import (
     read_settings,
     unlisted_sources,
 )
+from filelock import FileLock
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,17 +196,21 @@ def stage(repo: Path, jobs: int = 1, leave_out: list[str] | None = None) -> list
         variants.append(variant)
         if is_current(variant, identifier):
             continue
-        scratch = repo / "build" / f".staging-{os.getpid()}" / variant_name
-        shutil.rmtree(scratch.parent, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        try:
-            _fill(scratch, repo, settings, name, identifier, jobs, leave_out)
-            write_metadata(scratch, settings, identifier, backend)
-            if "torch" in settings:
-                try_loading(scratch, backend)
-            replace_folder(scratch, variant)
-        finally:
+        variant.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(variant.parent / ".lock"):
+            if is_current(variant, identifier):  # built by another process meanwhile
+                continue
+            scratch = repo / "build" / f".staging-{os.getpid()}" / variant_name
             shutil.rmtree(scratch.parent, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            try:
+                _fill(scratch, repo, settings, name, identifier, jobs, leave_out)
+                write_metadata(scratch, settings, identifier, backend)
+                if "torch" in settings:
+                    try_loading(scratch, backend)
+                replace_folder(scratch, variant)
+            finally:
+                shutil.rmtree(scratch.parent, ignore_errors=True)
         print(f"  staged {variant.relative_to(repo.parent)} ({identifier})")
     return variants
 
@@ -250,6 +255,12 @@ def install(repo: Path, prefix: Path, jobs: int = 1) -> bool:
         printed and kept, and a build that was installed before is removed: it would not be that of these sources.
     """
     folder = prefix / INSTALLED / repo.name
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        return _install(repo, folder, jobs)
+
+
+def _install(repo: Path, folder: Path, jobs: int) -> bool:
     try:
         variants = stage(repo, jobs)
     except NoCompilerError as error:
