@@ -13,6 +13,11 @@ from .pages import PAGES, ROOT, blocks, python_of
 
 # Pages of which a process of their own is better: FAISS brings another OpenMP, and kernels are chosen per process.
 APART = ["README.md", "docs/how-to/frameworks.md"]
+SLOW = ["docs/how-to/encode-a-corpus.md", "docs/how-to/frameworks.md"]
+
+
+def marked(pages: list[str]) -> list:
+    return [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in pages]
 
 
 def program(page: str) -> str:
@@ -23,13 +28,13 @@ def program(page: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page) and page not in APART])
+@pytest.mark.parametrize("page", marked([page for page in PAGES if python_of(page) and page not in APART]))
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(program(page), str(ROOT / page), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", [APART[0], pytest.param(APART[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page", marked(APART))
 def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page, tmp_path):
     installed = Path(sysconfig.get_path("data")) / "share/moemb/kernels/moemb-cpu"
     if installed.is_dir():  # what `make install` compiled stands where the README has a build of your own

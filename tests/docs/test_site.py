@@ -10,6 +10,9 @@ import pytest
 from .pages import ROOT
 
 
+pytestmark = pytest.mark.slow  # the API reference is read from all sources
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     target = tmp_path_factory.mktemp("site")

@@ -298,6 +298,7 @@ class TestOutputs:
         assert (types == 1).sum() == 16 and (types == 2).sum() == 16
         assert ((features["input_ids"][0] == lean.image_token_id) == (types == 1)).all()
 
+    @pytest.mark.alone
     def test_many_small_images_are_fast(self, lean):
         images = [picture(seed=index) for index in range(256)]
         lean(images[:2])

@@ -12,6 +12,7 @@ from .test_encode import arguments, model, partial_of, read, same, table, wait_f
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # a cluster takes the cores and the memory it finds
 def test_a_worker_of_ray_is_killed(table, tmp_path, model, wanted):  # noqa: F811
     """Nothing is lost and nothing is there twice."""
     output = tmp_path / "out"
