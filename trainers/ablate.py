@@ -6,7 +6,6 @@ variants adds to it. The report is written anew after every run that completes a
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import time
@@ -20,6 +19,7 @@ from .ablate_config import AblateConfig
 from .ablate_report import draw, markdown, study_quality, table_rows
 from .ablate_runs import Study
 from .evaluation_metrics import Ranks, rank_queries
+from .files import whole_file, write_atomically
 from .prune_experts_sweep import SweepTask, sweep_tasks
 from .recipe import load_recipe
 
@@ -120,12 +120,9 @@ def write(result: dict[str, Any], output: Path) -> None:
     """`results.json`, `results.md` and `results.png`, each by rename."""
     output.mkdir(parents=True, exist_ok=True)
     for name, text in (("results.json", json.dumps(result, indent=2) + "\n"), ("results.md", markdown(result))):
-        partial = output / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, output / name)
-    partial = output / ".results.partial.png"
-    draw(result, partial)
-    os.replace(partial, output / "results.png")
+        write_atomically(output / name, text)
+    with whole_file(output / "results.png") as partial:
+        draw(result, partial)
 
 
 def measured(repository: Path, tasks: list[SweepTask], config: AblateConfig) -> dict[str, Ranks]:

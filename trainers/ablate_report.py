@@ -163,4 +163,4 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         else:
             axis.set_xticks(places, names, rotation=30, ha="right")
     figure.suptitle(result["title"])
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, format="png", dpi=150)

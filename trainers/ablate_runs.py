@@ -6,7 +6,6 @@ repeated by hand, and goes on from its newest checkpoint when the study was stop
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from .ablate_config import AblateConfig, AblationError, Variant
+from .files import write_atomically
 from .recipe import read_recipe
 from .upcycling import Design
 
@@ -146,9 +146,7 @@ def train(recipe: dict[str, Any], folder: Path, final: Path, label: str) -> None
         return
     folder.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
-        partial = path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_atomically(path, text)
     print(f"== {label}: moemb train --config {path}", file=sys.stderr, flush=True)
     run = subprocess.run([sys.executable, "-m", "moemb.trainers.cli", "train", "--config", str(path)], check=False)
     if run.returncode == 130:

@@ -28,7 +28,8 @@ from .calibration_repository import locate_model, own_folder
 from .convert_safetensors import read_json_mapping
 from .corpus_sources import cache_folder
 from .errors import MoEMBError, nearest
-from .evaluation_report import package_versions, write_atomically
+from .evaluation_report import package_versions
+from .files import write_atomically
 from .quickstart_model import load_model
 from .recipe import load_recipe
 from .saliency import SALIENCIES, weights_fingerprint

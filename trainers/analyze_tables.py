@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .analyze_measure import BETA_BINS, PAIRS, SOURCES, TYPES, Analysis, Firing, mean_and_interval
-from .evaluation_report import write_atomically
+from .files import write_atomically
 
 
 Row = dict[str, Any]

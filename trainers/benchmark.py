@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .files import write_atomically
+
 
 HELP = "measure kernels, encoding, training or the compute dial against named peers in the same run"
 ACCEPTS_OVERRIDES = True  # keys of the recipe, with --config alone
@@ -223,7 +225,6 @@ def _run_case(runner, name: str, progress: Callable[[str], None]) -> dict[str, A
 
 def _finish(args: argparse.Namespace, suite, records: list[dict[str, Any]], output: Path, facts: dict) -> int:
     from .benchmark_report import table
-    from .evaluation_report import write_atomically
 
     good = [record for record in records if "failed" not in record]
     path = output / f"{args.suite}.json"

@@ -28,7 +28,8 @@ from .benchmark_timing import Protocol
 from .corpus_sources import cache_folder
 from .dial_policies import BASELINE, MASKING, REMOVAL, Policy, Prepared
 from .dial_quality import DialQuality, Outcome, quality_report
-from .evaluation_report import package_versions, prepare_output, write_atomically
+from .evaluation_report import package_versions, prepare_output
+from .files import write_atomically
 
 
 # At the widths of Qwen3.5-35B-A3B, decoder scope: image tokens of the batch, packed tokens, and what must be reached.

@@ -10,7 +10,7 @@ from typing import Any
 import modeling_moemb
 
 from .errors import MoEMBError
-from .evaluation_report import write_atomically
+from .files import whole_file, write_atomically
 
 
 Record = dict[str, Any]
@@ -163,9 +163,8 @@ def figure(panels: int, width: float = 5.5, height: float = 4.2):
 
 def save_figure(drawing, path: Path) -> Path:
     """Writes a figure as PNG, by rename."""
-    partial = path.with_name(f".{path.name}.partial")
-    drawing.savefig(partial, format="png", dpi=120)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        drawing.savefig(partial, format="png", dpi=120)
     return path
 
 

@@ -23,7 +23,8 @@ from .calibration_repository import check_output, locate_model, own_folder, writ
 from .calibration_thresholds import MODALITIES, Calibrated, ThresholdSearch, ThresholdSettings
 from .convert_safetensors import read_json_mapping
 from .corpus_sources import cache_folder
-from .evaluation_report import package_versions, prepare_output, write_atomically
+from .evaluation_report import package_versions, prepare_output
+from .files import write_atomically
 from .quickstart_model import load_model
 from .recipe import load_recipe
 from .saliency import weights_fingerprint

@@ -6,7 +6,6 @@ with the data, write them every `SAVE_SECONDS` seconds, and go on where an earli
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from modeling_moemb.packing_moemb import PackedTokens
 from .calibration_data import CalibrationItem, batches_of_one_side
 from .calibration_weights import WeightHistogram
 from .errors import MoEMBError
+from .files import whole_file
 from .saliency import GROUPS, POOLED
 
 
@@ -347,10 +347,8 @@ def stream_items(
 
 
 def _save(path: Path, identity: str, sums: Mapping[str, Tensor], done: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    save_file(dict(sums), str(partial), metadata={"format": _FORMAT, "identity": identity, "done": str(done)})
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        save_file(dict(sums), partial, metadata={"format": _FORMAT, "identity": identity, "done": str(done)})
 
 
 def _load(path: Path, identity: str, sums: dict[str, Tensor]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from .calibration_passes import CalibrationError
 from .convert import locate_source
 from .convert_safetensors import ConversionError, read_json_mapping
-from .evaluation_report import write_atomically
+from .files import write_atomically
 from .prune_experts_repository import check_target
 from .quickstart_model import MINI, mini_repository
 

@@ -107,7 +107,8 @@ def _draft(folder: Path) -> Path:
 
 
 def _finish(draft: Path, folder: Path, tokenizer, record: dict[str, Any]) -> None:
-    from .repository import mini_processor, put_in_place
+    from .files import put_in_place
+    from .repository import mini_processor
 
     mini_processor(tokenizer).save_pretrained(draft)
     # a record travels: no folder of the machine it was made on belongs in it

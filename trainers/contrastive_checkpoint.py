@@ -1,7 +1,6 @@
 """Folders that contrastive training writes: checkpoints to go on from, the adapter, the final repository."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from .checkpoint import RECORD
 from .errors import MoEMBError
-from .evaluation_report import write_atomically
+from .files import put_in_place, write_atomically
 from .lora import load_adapter_weights, merged_model, portable_name, save_adapter
 from .model_card import card_text, license_of
 from .packed_trainer import COMPLETE_MARKER
@@ -149,8 +148,7 @@ def _write_adapter(trainer: Any, folder: Path, record: dict[str, Any]) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     save_adapter(trainer.backbone, draft, trainer.args.model)
     (draft / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(draft, folder)
+    put_in_place(draft, folder)
 
 
 def run_record(trainer: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ and a second run does nothing.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from .corpus_sources import default_corpus_folder, fetch, fetch_all, file_sha256
 from .corpus_split import family_split, held_out_labels
 from .corpus_wordnet import ARTICLE_WORDS, read_synsets, wordnet_articles, wordnet_pairs
 from .errors import MoEMBError, nearest
+from .files import whole_file, write_atomically
 
 
 FONTS = {
@@ -111,14 +111,6 @@ class CorpusConfig:
         return Path(self.output).expanduser() if self.output else default_corpus_folder()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
-    scratch.write_bytes(data)
-    os.replace(scratch, path)
-
-
 def jsonl_bytes(rows: list[dict]) -> bytes:
     """Rows as JSON lines in UTF-8."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
@@ -126,11 +118,8 @@ def jsonl_bytes(rows: list[dict]) -> bytes:
 
 def save_array(path: Path, array: np.ndarray) -> None:
     """`np.save`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(scratch, "wb") as file:
+    with whole_file(path) as partial, partial.open("wb") as file:
         np.save(file, array)
-    os.replace(scratch, path)
 
 
 class Stages:

@@ -8,8 +8,6 @@ corpus.
 
 import io
 import json
-import os
-import shutil
 import tempfile
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +23,7 @@ from .corpus_split import near_duplicates
 from .corpus_tasks import TASK_LANGUAGES, EvaluationTask, Picture, TaskMaker
 from .corpus_wordnet import read_synsets
 from .errors import MoEMBError, nearest
+from .files import put_in_place
 
 
 GALLERY_LANGUAGES = (*TASK_LANGUAGES, "it", "pt", "ko", "uk", "pl")
@@ -189,9 +188,7 @@ def write_gallery(corpus: Corpus, target: Path, threshold: float = 0.97) -> dict
         folder = Path(scratch) / "gallery"
         folder.mkdir()
         about = _write_files(corpus, folder, sheets, items)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(folder, target)
+        put_in_place(folder, target)
     return about
 
 

@@ -22,6 +22,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .corpus_sources import fetch
+from .files import whole_file
 
 
 VISION_DIMENSIONS = 192
@@ -160,10 +161,8 @@ def encode_in_parts(encode, items, folder: Path, description: str, threads: int 
             path = folder / f"{start:08d}-{stop:08d}.npy"
             if not path.exists():
                 rows = encode(items[start:stop])
-                scratch = path.with_suffix(".part")
-                with open(scratch, "wb") as file:
+                with whole_file(path) as partial, partial.open("wb") as file:
                     np.save(file, rows)
-                os.replace(scratch, path)
             parts.append(np.load(path))
             bar.update(stop - start)
     return np.concatenate(parts)

@@ -7,8 +7,6 @@ later is the only one that runs. FLOPs are those that were executed, summed over
 """
 
 import hashlib
-import os
-import uuid
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ from .baselines import cosine_system
 from .dial_policies import Prepared
 from .evaluation_encoding import SIDES, EncodingError, batch_order, describe_item, encoder_input, item_key
 from .evaluation_metrics import METRICS, Ranks, chance_levels, query_values, rank_queries
+from .files import whole_file
 from .prune_experts_sweep import SweepTask
 
 
@@ -214,11 +213,8 @@ def _read(path: Path) -> dict[str, np.ndarray] | None:
 
 
 def _write(path: Path, done: Mapping[str, np.ndarray]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    with partial.open("wb") as stream:
+    with whole_file(path) as partial, partial.open("wb") as stream:
         np.savez(stream, **done)
-    os.replace(partial, path)
 
 
 def quality_report(

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .files import write_atomically
+
 
 HELP = "encode a corpus (files, Parquet, a datasets source) to Parquet shards of ids and vectors"
 PLAN, MANIFEST = "plan.json", "manifest.json"
@@ -244,7 +246,6 @@ def _plan(settings, source, identity: str, output: Path) -> dict[str, Any]:
     """The plan of an earlier run, or a new one."""
     from .encode_inputs import LISTING, FileSource, fingerprint
     from .encode_shards import EncodeError
-    from .evaluation_report import write_atomically
 
     path = output / PLAN
     begun = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -279,7 +280,7 @@ def _finish(settings, source, plan: dict[str, Any], output: Path) -> dict[str, A
     import pyarrow.parquet as pq
 
     from .encode_shards import EncodeError, read_result, shard_path
-    from .evaluation_report import package_versions, write_atomically
+    from .evaluation_report import package_versions
 
     rows = failed = dimension = 0
     for shard in range(plan["shards"]):

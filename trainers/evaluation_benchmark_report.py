@@ -9,7 +9,8 @@ import numpy as np
 
 from .errors import MoEMBError
 from .evaluation_metrics import bootstrap_interval
-from .evaluation_report import percent, write_atomically
+from .evaluation_report import percent
+from .files import write_atomically
 from .ranking_task import RankingTask
 
 

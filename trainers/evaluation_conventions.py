@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import MoEMBError
-from .evaluation_report import write_atomically
+from .files import write_atomically
 
 
 POOLED_STATE = "after the final norm"

@@ -6,7 +6,6 @@ encodes nothing.
 """
 
 import hashlib
-import os
 import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from .errors import MoEMBError
+from .files import whole_file
 
 
 _ITEMS_PER_SHARD = 256
@@ -134,12 +134,8 @@ class VectorStore:
 
     def add(self, keys: Sequence[str], vectors: np.ndarray) -> None:
         """Adds vectors float32 `[items, dim]` and writes them as one shard, atomically."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = uuid.uuid4().hex
-        partial = self.folder / f"{name}.partial"
-        with partial.open("wb") as stream:
+        with whole_file(self.folder / f"{uuid.uuid4().hex}.npz") as partial, partial.open("wb") as stream:
             np.savez(stream, keys=np.array(keys), vectors=vectors)
-        os.replace(partial, self.folder / f"{name}.npz")
         self.vectors.update(zip(keys, vectors, strict=True))
 
 

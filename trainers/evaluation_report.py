@@ -1,7 +1,6 @@
 """What an evaluation leaves behind: one JSON file with everything, and a Markdown table of it."""
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -10,6 +9,7 @@ from typing import Any
 
 from .errors import MoEMBError
 from .evaluation_metrics import METRICS
+from .files import write_atomically
 
 
 _PACKAGES = ("moemb", "torch", "transformers", "sentence-transformers", "numpy", "scikit-learn")
@@ -43,14 +43,6 @@ def prepare_output(path: Path) -> None:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"the output {path} cannot be written ({error}); give another file") from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes UTF-8 text so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def write_reports(report: Mapping[str, Any], output: Path) -> tuple[Path, Path]:

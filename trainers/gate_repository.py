@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from .calibration_repository import CONFIG_KEY
 from .errors import MoEMBError
-from .repository import put_in_place
+from .files import put_in_place
 
 
 GATES_FILE = "model-gates.safetensors"

@@ -15,7 +15,6 @@ They are private to TRL: `tests/trainers/test_grpo_guard.py` says what changed w
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from trl import GRPOTrainer
 
 from modeling_moemb.settings_moemb import active_gates
 
+from .files import write_atomically
 from .grpo_actions import Exploration, replayed_from_logits
 from .grpo_card import write_card
 from .grpo_config import MoEMBGRPOConfig
@@ -372,9 +372,8 @@ class MoEMBGRPOTrainer(GRPOTrainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             (folder / STATE).write_text(json.dumps({"max_completion_length": self.max_completion_length}) + "\n")
-            partial = folder / f".{COMPLETE_MARKER}"  # written last: a folder without it was cut short by a kill
-            partial.write_text(json.dumps({"step": self.state.global_step}) + "\n")
-            os.replace(partial, folder / COMPLETE_MARKER)
+            # written last: a folder without it was cut short by a kill
+            write_atomically(folder / COMPLETE_MARKER, json.dumps({"step": self.state.global_step}) + "\n")
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .checkpoint import LOG, RECORD, write_checkpoint
+from .files import write_atomically
 from .losses import expert_load, load_balancing_loss, router_z_loss
 from .optimizer import MasterAdamW
 from .packed_config import PackedTrainingConfig
@@ -240,9 +241,7 @@ class PackedTrainer(Trainer):
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        partial = folder / f".{COMPLETE_MARKER}"
-        partial.write_text(json.dumps({"step": self.state.global_step}) + "\n")
-        os.replace(partial, folder / COMPLETE_MARKER)
+        write_atomically(folder / COMPLETE_MARKER, json.dumps({"step": self.state.global_step}) + "\n")
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:

@@ -20,7 +20,8 @@ from .convert_plan import MAX_SHARD_BYTES
 from .convert_safetensors import ConversionError
 from .corpus_sources import cache_folder
 from .evaluation_encoding import model_fingerprint
-from .evaluation_report import package_versions, prepare_output, write_atomically
+from .evaluation_report import package_versions, prepare_output
+from .files import write_atomically
 from .prune_experts_repository import PruningError, check_target, read_pruning_config, write_pruned_repository
 from .prune_experts_sweep import (
     RANDOM,

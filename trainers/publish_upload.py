@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .evaluation_report import write_atomically
+from .files import write_atomically
 from .publish_assemble import Tree
 from .publish_manifest import tree_files
 from .publish_sources import PublishError

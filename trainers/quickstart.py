@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     started = time.perf_counter()
     from .corpus_gallery import load_gallery
-    from .evaluation_report import prepare_output, write_atomically
+    from .evaluation_report import prepare_output
+    from .files import write_atomically
     from .quickstart_model import load_model
     from .quickstart_page import render_page
 

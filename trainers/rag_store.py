@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from .errors import MoEMBError
-from .evaluation_report import write_atomically
+from .files import write_atomically
 from .rag_readers import MODALITIES, Unit
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from .chat_templates import LEAN_TEMPLATE, QWEN_TEMPLATE
 from .errors import MoEMBError
 from .evaluation_conventions import default_conventions
+from .files import put_in_place
 
 
 EMB_TOKEN = "<emb>"
@@ -283,16 +284,6 @@ def _copy_weights(source: Path, draft: Path) -> Any:
     for file in files:
         shutil.copy(file, draft / file.name)
     return MoEMBConfig.from_pretrained(str(source))
-
-
-def put_in_place(draft: Path, target: Path) -> None:
-    """Puts the draft in the target's place by renaming, so that the target is never half there."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)  # of a process that was killed in between
-    if target.exists():
-        target.rename(old)
-    draft.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _with_conventions(processor: Any, conventions: dict[str, Any]) -> Any:

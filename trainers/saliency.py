@@ -18,7 +18,6 @@ renormalises only where the configuration has `norm_topk_prob`, which Qwen3.5's 
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from modeling_moemb.routing_moemb import route
 from .calibration_data import CalibrationItem, batches_of_one_side
 from .convert_safetensors import BLOCK_BYTES, read_checkpoint
 from .errors import MoEMBError, nearest
+from .files import whole_file
 
 
 SALIENCIES = ("reap", "man", "msan", "frequency", "probability")
@@ -340,12 +340,10 @@ def check_identity(statistics: ExpertStatistics, wanted: Mapping[str, str], path
 
 def save_statistics(statistics: ExpertStatistics, path: Path) -> None:
     """Writes statistics as safetensors, atomically; identity and number of items are in the header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     tensors = {name: getattr(statistics, name) for name in ("tokens", "pairs", *_SUMS)}
     about = {"format": FORMAT, "items_done": str(statistics.items), "identity": json.dumps(statistics.identity)}
-    save_file(tensors, str(partial), metadata=about)
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        save_file(tensors, partial, metadata=about)
 
 
 def load_statistics(path: Path) -> ExpertStatistics:

@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print the table, write the report. Status 1: below the bounds."""
     from .benchmark_vllm_peer import DEFAULT_PYTHON
-    from .evaluation_report import prepare_output, write_atomically
+    from .evaluation_report import prepare_output
+    from .files import write_atomically
     from .model_card_results import serving_part
     from .publish_sources import locate
 

@@ -24,7 +24,8 @@ from .dial_policies import BASELINE, Policy, Preparation, Prepared, check_polici
 from .dial_quality import DialQuality, Outcome
 from .errors import MoEMBError
 from .evaluation_encoding import model_fingerprint
-from .evaluation_report import package_versions, prepare_output, write_atomically
+from .evaluation_report import package_versions, prepare_output
+from .files import write_atomically
 from .prune_experts_sweep import sweep_tasks
 from .recipe import load_recipe, read_recipe
 from .saliency import weights_fingerprint

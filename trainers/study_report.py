@@ -8,6 +8,7 @@ import numpy as np
 
 from .dial_policies import BASELINE
 from .evaluation_metrics import query_values
+from .files import whole_file
 
 
 MODALITIES = ("text", "image", "video")
@@ -153,8 +154,7 @@ def firing_figure(firing: Mapping[str, Mapping[str, Any]], path: Path) -> Path |
         axis.set_xlabel("block")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
-    partial = path.with_name(f".{path.name}.partial.png")
-    figure.savefig(partial, dpi=130)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
     pyplot.close(figure)
     return path
