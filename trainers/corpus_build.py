@@ -1,14 +1,7 @@
-"""Builds the corpus folder, stage by stage.
-
-A stage writes its files under temporary names, renames them, and notes their hashes in `stages.json`. It is skipped as
-long as those files are whole and its settings are the same, so a run that was killed goes on at the stage it was in,
-and a second run does nothing.
-"""
+"""Builds the corpus folder, stage by stage (see `corpus_stages`)."""
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,169 +9,18 @@ import numpy as np
 from . import corpus_teachers as teachers
 from .corpus import Corpus
 from .corpus_clips import read_animations
-from .corpus_records import EMOJI_SOURCES, ICON_SOURCES, emoji_drawings, icon_drawings, read_concepts
+from .corpus_config import FONTS, CorpusConfig
+from .corpus_manifest import write_manifest
+from .corpus_records import EMOJI_SOURCES, emoji_drawings, icon_drawings, read_concepts
 from .corpus_render import IMAGE_SIZE, MOTIONS, render_all, strip_fits
-from .corpus_sources import default_corpus_folder, fetch, fetch_all, file_sha256, read_members
+from .corpus_sources import fetch, fetch_all, read_members
 from .corpus_split import family_split, held_out_labels
+from .corpus_stages import Stages, jsonl_bytes, save_array
 from .corpus_wordnet import ARTICLE_WORDS, read_synsets, wordnet_articles, wordnet_pairs
-from .errors import MoEMBError, nearest
-from .files import whole_file, write_atomically
+from .files import write_atomically
 
 
-FONTS = {
-    "font-dejavu": ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansCondensed.ttf"),
-    "font-lora": ("Lora_400Regular.ttf", "Lora_700Bold.ttf"),
-    "font-open-sans": ("OpenSans_400Regular.ttf", "OpenSans_600SemiBold.ttf"),
-}
 STRIP_LENGTH = (3, 34)
-EVALUATION_SETS = ("wiki", "refman", "stamps", "metamath", "flags")
-
-
-class CorpusError(MoEMBError, ValueError):
-    """A setting of the corpus that cannot be used; the text names it and the remedy."""
-
-
-@dataclass
-class CorpusConfig:
-    """Settings of `moemb data`.
-
-    Args:
-        output (`str`, *optional*):
-            Folder to build in. Defaults to `<cache>/mini-corpus`.
-        image_sources (`list[str]`, *optional*):
-            Artists and icon sets. `"openmoji"` (CC-BY-SA-4.0) may be added; it is off by default to keep training data
-            permissive.
-        clips (`bool`, *optional*, defaults to `True`):
-            Fetch the real animations (165 MB) that the clip task is built from.
-        teachers (`bool`, *optional*, defaults to `True`):
-            Compute the teacher vectors.
-        articles (`int`, *optional*, defaults to 20000):
-            Longer WordNet texts put together for training on documents.
-        test_percent (`int`, *optional*, defaults to 10):
-            Share of concept families held out for the tests.
-        validation_percent (`int`, *optional*, defaults to 5):
-            Share of concept families held out for choosing settings.
-        near_duplicate (`float`, *optional*, defaults to 0.97):
-            Ink cosine above which a held-out picture counts as one seen in training.
-        workers (`int`, *optional*, defaults to 1):
-            Processes that render.
-        threads (`int`, *optional*, defaults to 1):
-            Threads the teachers use.
-        evaluation_sets (`list[str]`, *optional*):
-            Local-only sets that `moemb data --evaluation` builds.
-    """
-
-    output: str | None = None
-    image_sources: list[str] = field(default_factory=lambda: ["noto", "fluent", "twemoji", "mdi", "tabler", "lucide"])
-    clips: bool = True
-    teachers: bool = True
-    articles: int = 20000
-    test_percent: int = 10
-    validation_percent: int = 5
-    near_duplicate: float = 0.97
-    workers: int = 1
-    threads: int = 1
-    evaluation_sets: list[str] = field(default_factory=lambda: list(EVALUATION_SETS))
-
-    def __post_init__(self):
-        for source in self.image_sources:
-            if source not in EMOJI_SOURCES + ICON_SOURCES:
-                known = EMOJI_SOURCES + ICON_SOURCES
-                raise CorpusError(
-                    f"image_sources: unknown source {source!r}{nearest(source, known)}; known: {', '.join(known)}"
-                )
-        for needed in ("noto", "fluent", "twemoji"):
-            if needed not in self.image_sources:
-                raise CorpusError(f"image_sources: {needed!r} is missing, and the split and the tests need it")
-        for name in self.evaluation_sets:
-            if name not in EVALUATION_SETS:
-                raise CorpusError(
-                    f"evaluation_sets: unknown set {name!r}{nearest(name, EVALUATION_SETS)}; known: "
-                    f"{', '.join(EVALUATION_SETS)}"
-                )
-        for name in ("workers", "threads"):
-            if getattr(self, name) < 1:
-                raise CorpusError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not (self.test_percent > 0 < self.validation_percent and self.test_percent + self.validation_percent < 100):
-            raise CorpusError(
-                f"test_percent {self.test_percent} and validation_percent {self.validation_percent} must be above 0 "
-                "and leave some families to train on"
-            )
-
-    @property
-    def folder(self) -> Path:
-        """`Path`: the corpus folder."""
-        return Path(self.output).expanduser() if self.output else default_corpus_folder()
-
-
-def jsonl_bytes(rows: list[dict]) -> bytes:
-    """Rows as JSON lines in UTF-8."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-
-
-def save_array(path: Path, array: np.ndarray) -> None:
-    """`np.save`, whole or not at all."""
-    with whole_file(path) as partial, partial.open("wb") as file:
-        np.save(file, array)
-
-
-class Stages:
-    """Which stages of a folder are done; see the module's docstring.
-
-    Args:
-        folder (`Path`):
-            The folder the stages write in; made if need be.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "stages.json"
-        self._done = json.loads(self._path.read_text()) if self._path.exists() else {}
-
-    def is_whole(self, name: str, settings: dict) -> bool:
-        """Whether a stage was done with these settings and all its files still have the noted hash."""
-        entry = self._done.get(name)
-        if entry is None or entry["settings"] != settings:
-            return False
-        return all(
-            (self.folder / file).exists() and file_sha256(self.folder / file) == digest
-            for file, digest in entry["files"].items()
-        )
-
-    def run(self, name: str, settings: dict, work: Callable[[], dict]) -> bool:
-        """Does a stage unless it is whole.
-
-        Args:
-            name (`str`):
-                Name of the stage.
-            settings (`dict`):
-                JSON values; when they differ from the noted ones the stage is done again.
-            work (`Callable[[], dict]`):
-                Writes the files and returns `{"files": [names], "counts": {...}}`.
-
-        Returns:
-            `bool`: whether the work was done now.
-        """
-        if self.is_whole(name, settings):
-            print(f"{name}: already built")
-            return False
-        result = work()
-        hashes = {file: file_sha256(self.folder / file) for file in result["files"]}
-        self._done[name] = {"settings": settings, "files": hashes, "counts": result["counts"]}
-        write_atomically(self._path, json.dumps(self._done, indent=1).encode())
-        print(f"{name}: {', '.join(f'{count} {what}' for what, count in result['counts'].items())}")
-        return True
-
-    @property
-    def files(self) -> dict[str, str]:
-        """`dict[str, str]`: SHA-256 by file, over all stages."""
-        return {file: digest for entry in self._done.values() for file, digest in entry["files"].items()}
-
-    @property
-    def counts(self) -> dict[str, dict]:
-        """`dict[str, dict]`: counts by stage."""
-        return {name: entry["counts"] for name, entry in self._done.items()}
 
 
 def build_corpus(config: CorpusConfig) -> Corpus:
@@ -194,8 +36,6 @@ def build_corpus(config: CorpusConfig) -> Corpus:
     Raises:
         SourceError: when a package cannot be fetched.
     """
-    from .corpus_manifest import write_manifest
-
     builder = _Builder(config)
     builder.fetch()
     split = {"test": config.test_percent, "validation": config.validation_percent}

@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the verb; 0 when all that was asked for is built."""
-    from .corpus_build import CorpusConfig, build_corpus
+    from .corpus_build import build_corpus
+    from .corpus_config import CorpusConfig
     from .corpus_evaluation import build_evaluation_sets
     from .corpus_gallery import write_gallery
 
@@ -74,9 +75,9 @@ def _config(args: argparse.Namespace, config_type):
 
 def _check(folder: Path) -> int:
     from .corpus import Corpus
-    from .corpus_build import Stages
     from .corpus_sources import file_sha256
     from .corpus_split import check_no_leakage
+    from .corpus_stages import Stages
 
     corpus = Corpus(folder)
     broken = [

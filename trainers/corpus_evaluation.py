@@ -25,9 +25,9 @@ from PIL import Image, ImageChops
 from tqdm.auto import tqdm
 
 from .corpus import read_jsonl
-from .corpus_build import Stages, jsonl_bytes, save_array
 from .corpus_render import on_white, render_svg
 from .corpus_sources import PACKAGES, SourceError, fetch, read_members
+from .corpus_stages import Stages, jsonl_bytes, save_array
 from .corpus_tasks import EvaluationTask
 from .files import write_atomically
 

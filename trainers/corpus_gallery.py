@@ -16,10 +16,10 @@ import numpy as np
 from PIL import Image
 
 from .corpus import Corpus, read_jsonl
-from .corpus_build import jsonl_bytes
 from .corpus_manifest import attribution
 from .corpus_sources import PACKAGES, fetch, file_sha256
 from .corpus_split import near_duplicates
+from .corpus_stages import jsonl_bytes
 from .corpus_tasks import TASK_LANGUAGES, EvaluationTask, Picture, TaskMaker
 from .corpus_wordnet import read_synsets
 from .errors import MoEMBError, nearest

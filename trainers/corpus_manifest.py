@@ -5,9 +5,10 @@ import json
 from collections import Counter
 
 from .corpus import Corpus
-from .corpus_build import FONTS, CorpusConfig, Stages
+from .corpus_config import FONTS, CorpusConfig
 from .corpus_sources import PACKAGES, fetch, file_sha256
 from .corpus_split import check_no_leakage
+from .corpus_stages import Stages
 from .files import write_atomically
 
 

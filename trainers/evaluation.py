@@ -19,10 +19,16 @@ import numpy as np
 from .baselines import System
 from .baselines_pretrained import PretrainedBaselines
 from .corpus_sources import cache_folder
-from .errors import MoEMBError
-from .evaluation_encoding import CachedEncoder, model_fingerprint
+from .evaluation_encoding import CachedEncoder, model_fingerprint, weights_of
 from .evaluation_metrics import chance_levels, rank_queries, summarise
-from .evaluation_report import console_lines, package_versions, prepare_output, verdict, write_reports
+from .evaluation_report import (
+    NothingEvaluatedError,
+    console_lines,
+    package_versions,
+    prepare_output,
+    verdict,
+    write_reports,
+)
 from .evaluation_tasks import (
     TASKS,
     NotRun,
@@ -37,10 +43,6 @@ from .recipe import load_recipe, parse_overrides, read_recipe
 
 HELP = "measure a model on the held-out tasks, beside chance and honest baselines"
 ACCEPTS_OVERRIDES = True
-
-
-class NothingEvaluatedError(MoEMBError, RuntimeError):
-    """None of the wanted tasks is there. The message lists the reasons."""
 
 
 @dataclass
@@ -190,14 +192,6 @@ def evaluate(config: EvaluateConfig, command: str = "", model: Any = None) -> tu
         reasons = "; ".join(f"{entry['name']}: {entry['reason']}" for entry in report["not_run"])
         raise NothingEvaluatedError(f"nothing to evaluate: {reasons}")
     return report, output
-
-
-def weights_of(source: str) -> str | None:
-    """Returns the identity of the weights of a model folder, `None` for a model that came from elsewhere."""
-    from .saliency import weights_fingerprint
-
-    folder = Path(source)
-    return weights_fingerprint(folder) if folder.is_dir() and any(folder.glob("*.safetensors")) else None
 
 
 def corpus_loader(folder: Path | None) -> Callable:

@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 from .corpus_sources import cache_folder
 from .errors import MoEMBError
-from .evaluation import NothingEvaluatedError, weights_of
 from .evaluation_benchmark_report import FORMAT, summary, task_result, write_results
 from .evaluation_conventions import ConventionError, EvaluationConventions, conventions_of, record_conventions
-from .evaluation_encoding import model_fingerprint
-from .evaluation_report import package_versions, percent, prepare_output
+from .evaluation_encoding import model_fingerprint, weights_of
+from .evaluation_report import NothingEvaluatedError, package_versions, percent, prepare_output
 from .ranking_encoding import Processes, TaskEncoder
 from .ranking_items import ItemPresenter
 from .ranking_metrics import ranking_values

@@ -234,3 +234,11 @@ def batch_order(item: Item) -> tuple:
     kinds = tuple(sorted(item))
     pixels = sum(value.size for value in item.values() if isinstance(value, np.ndarray))
     return kinds, pixels, len(str(item.get("text", "")))
+
+
+def weights_of(source: str) -> str | None:
+    """Returns the identity of the weights of a model folder, `None` for a model that came from elsewhere."""
+    from .saliency import weights_fingerprint
+
+    folder = Path(source)
+    return weights_fingerprint(folder) if folder.is_dir() and any(folder.glob("*.safetensors")) else None

@@ -15,6 +15,10 @@ from .files import write_atomically
 _PACKAGES = ("moemb", "torch", "transformers", "sentence-transformers", "numpy", "scikit-learn")
 
 
+class NothingEvaluatedError(MoEMBError, RuntimeError):
+    """None of the wanted tasks is there. The message lists the reasons."""
+
+
 def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that the numbers depend on."""
     versions = {"python": platform.python_version()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image, ImageFont
 
-from moemb.trainers.corpus_build import FONTS
+from moemb.trainers.corpus_config import FONTS
 from moemb.trainers.corpus_records import LANGUAGES
 from moemb.trainers.corpus_sources import PACKAGES
 

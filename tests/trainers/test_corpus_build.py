@@ -5,8 +5,10 @@ import pytest
 
 from moemb.trainers import corpus_build, corpus_manifest, corpus_teachers
 from moemb.trainers.corpus import Corpus, CorpusFileError, load_corpus, read_jsonl
-from moemb.trainers.corpus_build import CorpusConfig, CorpusError, Stages, build_corpus
+from moemb.trainers.corpus_build import build_corpus
+from moemb.trainers.corpus_config import CorpusConfig, CorpusError
 from moemb.trainers.corpus_split import check_no_leakage
+from moemb.trainers.corpus_stages import Stages
 from moemb.trainers.files import write_atomically
 
 from .fake_packages import write_fake_packages

@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from moemb.trainers import corpus_command
-from moemb.trainers.corpus_build import CorpusConfig
+from moemb.trainers.corpus_config import CorpusConfig
 from moemb.trainers.recipe import load_recipe
 
 from .test_corpus_build import offline  # noqa: F401  (a fixture)

@@ -9,8 +9,8 @@ import torch
 from moemb.trainers import evaluation, evaluation_tasks, quickstart_model
 from moemb.trainers.baselines_pretrained import MINILM, RIDGE, BaselineUnavailable
 from moemb.trainers.corpus_tasks import EvaluationTask
-from moemb.trainers.evaluation import EvaluateConfig, NothingEvaluatedError, evaluate, run
-from moemb.trainers.evaluation_report import markdown, percent, verdict
+from moemb.trainers.evaluation import EvaluateConfig, evaluate, run
+from moemb.trainers.evaluation_report import NothingEvaluatedError, markdown, percent, verdict
 from moemb.trainers.evaluation_tasks import (
     TASKS,
     BrokenTaskError,

@@ -9,9 +9,9 @@ from sentence_transformers import SentenceTransformer
 
 from modeling_moemb import MoEMBConfig
 from moemb.trainers import cli, quickstart_model
-from moemb.trainers.evaluation import NothingEvaluatedError
 from moemb.trainers.evaluation_benchmark_report import ResultsError, read_results, summary
 from moemb.trainers.evaluation_benchmarks import BenchmarkConfig, run_benchmark, task_names
+from moemb.trainers.evaluation_report import NothingEvaluatedError
 from moemb.trainers.mmeb_tasks import LEADERBOARD
 from moemb.trainers.model_card_results import benchmark_part, model_index
 from moemb.trainers.recipe import RecipeError, load_recipe
