@@ -21,6 +21,7 @@ SUITES = {
     "train": "benchmark_train",
     "contrastive": "benchmark_contrastive",
     "rollouts": "benchmark_rollouts",
+    "app": "benchmark_app",
 }
 
 

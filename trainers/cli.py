@@ -23,6 +23,7 @@ VERBS = {
     "evaluate": "evaluation",
     "bench": "benchmark",
     "convert": "convert",
+    "merge": "merge",
     "prune-experts": "prune_experts",
     "calibrate": "calibration",
     "analyze": "analyze",

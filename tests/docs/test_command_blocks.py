@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from moemb.trainers import ablate_runs, cli
+from moemb.trainers.quickstart_model import mini_repository
+from tests.trainers.adapters import write_adapter
 from tests.trainers.app_process import App
 from tests.trainers.conftest import FakeCorpus
 from tests.trainers.fake_vllm import environment
@@ -43,6 +45,7 @@ SMALL = {
         " --output ablation"
     ),
     "moemb convert": "",
+    "moemb merge": "",
     "moemb prune-experts": f"{ITEMS} --keep 8 --output pruned --sweep_tasks '[emoji-concept]' --bootstrap_samples 5",
     "moemb calibrate": f"{ITEMS} --output calibrated --tolerance 0.2",
     "moemb analyze": f"{ITEMS} --output analysis --maps 1",
@@ -124,7 +127,7 @@ def folder(tmp_path, monkeypatch, tiny_settings):
 def filled_in(command: str) -> list[str]:
     """DIR is the stock checkpoint to read from, and a new folder to write to."""
     words = shlex.split(f"{command} {small(command)}")
-    known = {"--from": "Qwen/Qwen3.5-35B-A3B", "--input": "files"}
+    known = {"--from": "Qwen/Qwen3.5-35B-A3B", "--input": "files", "--adapter": "adapter"}
     known |= dict.fromkeys(("--to", "--output", "--dry-run"), "written")
     return [known.get(words[place - 1], word) if word == "DIR" else word for place, word in enumerate(words)]
 
@@ -133,6 +136,8 @@ def filled_in(command: str) -> list[str]:
 def test_a_command_runs(command, folder, offline, capsys, monkeypatch):  # noqa: F811
     program, *arguments = filled_in(command)
     assert program == "moemb"
+    if arguments[0] == "merge":
+        write_adapter(folder / "adapter", mini_repository(), "moemb-mini")
     if arguments[0] == "ablate":  # its trainings are processes, which would not see the small corpus
         monkeypatch.setattr(
             ablate_runs.subprocess, "run", lambda command, **_: SimpleNamespace(returncode=cli.main(command[3:]))
