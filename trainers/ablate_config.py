@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from .errors import MoEMBError, nearest
 from .evaluation_metrics import METRICS
+from .recipe import expand_paths
 
 
 EMB_ROWS = ("mean", "end")
@@ -91,9 +92,7 @@ class AblateConfig:
     axis: str | None = None
 
     def __post_init__(self):
-        for name in ("output", "train", "pretrain", "gallery", "corpus"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).expanduser())
+        expand_paths(self)
         if (self.pretrain is None) == (self.base is None):
             raise ValueError("give either pretrain (a recipe) or base (a repository)")
         if not self.variants:

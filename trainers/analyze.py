@@ -31,7 +31,7 @@ from .errors import MoEMBError, nearest
 from .evaluation_report import package_versions
 from .files import write_atomically
 from .quickstart_model import load_model
-from .recipe import load_recipe
+from .recipe import check_least, expand_paths, load_recipe
 from .saliency import SALIENCIES, weights_fingerprint
 
 
@@ -87,12 +87,8 @@ class AnalyzeConfig:
     device: str | None = None
 
     def __post_init__(self):
-        for name in ("output", "sweep_report", "work", "corpus", "gallery"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).expanduser())
-        for name, least in (("layer", 1), ("maps", 1), ("batch_size", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+        expand_paths(self)
+        check_least(self, layer=1, maps=1, batch_size=1, seed=0)
         for name in self.figures:
             if name not in FIGURES:
                 raise ValueError(f"there is no figure '{name}'{nearest(name, FIGURES)}; choose among {list(FIGURES)}")

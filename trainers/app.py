@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MoEMBError
-from .recipe import load_recipe
+from .recipe import check_least, expand_paths, load_recipe
 
 
 HELP = "search a folder of pictures, PDFs, texts and clips by any of these, in the browser"
@@ -65,13 +65,9 @@ class AppConfig:
     thumbnail_pixels: int = 320
 
     def __post_init__(self):
-        self.data = self.data.expanduser()
-        self.index = self.index.expanduser() if self.index is not None else None
-        least = {"port": 0, "watch": 0, "results": 1, "batch_size": 1, "passage_characters": 50, "page_pixels": 64,
-                 "clip_seconds": 1, "thumbnail_pixels": 32}  # fmt: skip
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {bound}")
+        expand_paths(self)
+        check_least(self, port=0, watch=0, results=1, batch_size=1, passage_characters=50, page_pixels=64)
+        check_least(self, clip_seconds=1, thumbnail_pixels=32)
         if self.port > 65535:
             raise ValueError(f"port is {self.port}, but must be at most 65535")
 

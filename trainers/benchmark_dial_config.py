@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .dial_policies import REMOVAL, Policy
+from .recipe import check_least, expand_paths
 
 
 # Random models of `benchmark_models`, for speed alone.
@@ -69,13 +70,9 @@ class DialBenchConfig:
     device: str | None = None
 
     def __post_init__(self):
-        for name in ("output", "corpus", "gallery"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).expanduser())
-        for name, least in (("most_loss", 0), ("think_tokens", 0), ("think_items", 1), ("text_tokens", 1),
-                            ("batch_size", 1), ("bootstrap_samples", 1), ("seed", 0)):  # fmt: skip
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+        expand_paths(self)
+        check_least(self, most_loss=0, think_tokens=0, think_items=1, text_tokens=1, batch_size=1, bootstrap_samples=1)
+        check_least(self, seed=0)
         if any(size < 1 for size in self.sizes):
             raise ValueError(f"sizes is {self.sizes}, but each must be at least 1")
         if len(self.image) != 2 or any(side < 2 or side % 2 for side in self.image):

@@ -26,7 +26,7 @@ from .corpus_sources import cache_folder
 from .evaluation_report import package_versions, prepare_output
 from .files import write_atomically
 from .quickstart_model import load_model
-from .recipe import load_recipe
+from .recipe import check_least, expand_paths, load_recipe
 from .saliency import weights_fingerprint
 
 
@@ -87,15 +87,11 @@ class CalibrationConfig:
     device: str | None = None
 
     def __post_init__(self):
-        for name in ("output", "report", "work", "corpus", "gallery"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).expanduser())
+        expand_paths(self)
         for name in ("skip_rate", "tolerance"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0 and below 1")
-        for name, least in (("grid", 2), ("frontier_items", 1), ("batch_size", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least {least}")
+        check_least(self, grid=2, frontier_items=1, batch_size=1, seed=0)
         if "modes" in self.adaptive_compute:
             raise ValueError("adaptive_compute has 'modes', which is what is calibrated: leave it out")
 

@@ -38,7 +38,7 @@ from .evaluation_tasks import (
     select_task_names,
     task_lines,
 )
-from .recipe import load_recipe, parse_overrides, read_recipe
+from .recipe import check_least, expand_paths, load_recipe, parse_overrides, read_recipe
 
 
 HELP = "measure a model on the held-out tasks, beside chance and honest baselines"
@@ -86,13 +86,9 @@ class EvaluateConfig:
     device: str | None = None
 
     def __post_init__(self):
-        for name in ("gallery", "corpus", "output"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).expanduser())
+        expand_paths(self)
         self.model = str(Path(self.model).expanduser()) if self.model.startswith("~") else self.model
-        for name in ("batch_size", "bootstrap_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        check_least(self, batch_size=1, bootstrap_samples=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

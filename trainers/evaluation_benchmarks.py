@@ -24,7 +24,7 @@ from .ranking_encoding import Processes, TaskEncoder
 from .ranking_items import ItemPresenter
 from .ranking_metrics import ranking_values
 from .ranking_task import RankingTask
-from .recipe import load_recipe
+from .recipe import check_least, expand_paths, load_recipe
 
 
 TITLES = {"mmeb-v2": "MMEB-V2", "mrmr": "MRMR", "mteb": "MTEB"}
@@ -95,13 +95,9 @@ class BenchmarkConfig:
     device: str | None = None
 
     def __post_init__(self):
-        for name in ("data", "label_names", "output"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).expanduser())
+        expand_paths(self)
         self.model = str(Path(self.model).expanduser()) if self.model.startswith("~") else self.model
-        for name in ("batch_size", "bootstrap_samples", "limit", "max_length", "max_pixels"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        check_least(self, batch_size=1, bootstrap_samples=1, limit=1, max_length=1, max_pixels=1)
         foreign = {"benchmarks": "mteb", "label_names": "mmeb-v2"}
         for name, owner in foreign.items():
             if getattr(self, name) and self.benchmark != owner:

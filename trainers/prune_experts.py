@@ -33,7 +33,7 @@ from .prune_experts_sweep import (
     sweep_tasks,
 )
 from .quickstart_model import MINI, load_model, mini_repository
-from .recipe import load_recipe
+from .recipe import check_least, expand_paths, load_recipe
 from .saliency import (
     GROUPS,
     ExpertStatistics,
@@ -102,18 +102,12 @@ class PruneExpertsConfig:
     device: str | None = None
 
     def __post_init__(self):
-        for name in ("output", "statistics", "report", "corpus", "gallery"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name).expanduser())
+        expand_paths(self)
         check_saliency(self.saliency)
         self.sweep_saliencies = self.sweep_saliencies or [self.saliency]
         for name in self.sweep_saliencies:
             check_saliency(name, also=[RANDOM])
-        for name in ("batch_size", "bootstrap_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}, but must be 0 or more")
+        check_least(self, batch_size=1, bootstrap_samples=1, seed=0)
         if not 0 < self.max_shard_gb < float("inf"):
             raise ValueError(f"max_shard_gb is {self.max_shard_gb}, but must be finite and above 0")
         if not self.sweep and (self.output is None) != (self.keep is None):

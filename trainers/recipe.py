@@ -147,6 +147,31 @@ def load_recipe(path: str | Path | None, *dataclass_types, overrides: Sequence[s
     return tuple(instances)
 
 
+def expand_paths(settings: Any) -> None:
+    """Replaces a leading `~` by the home folder in every `Path` of a dataclass of settings."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Path):
+            setattr(settings, field.name, value.expanduser())
+
+
+def check_least(settings: Any, **least: float) -> None:
+    """
+    Checks the lower bounds of settings.
+
+    Args:
+        settings: a dataclass of settings.
+        least (`float`): by the name of the setting; `None` as its value passes.
+
+    Raises:
+        ValueError: a value below its bound, or not a number.
+    """
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= bound:
+            raise ValueError(f"{name} is {value}, but must be at least {bound}")
+
+
 def _build(dataclass_type, arguments: dict[str, Any], path) -> Any:
     missing = [
         f.name + (f" ({f.metadata['help']})" if "help" in f.metadata else "")

@@ -27,7 +27,7 @@ from .evaluation_encoding import model_fingerprint
 from .evaluation_report import package_versions, prepare_output
 from .files import write_atomically
 from .prune_experts_sweep import sweep_tasks
-from .recipe import load_recipe, read_recipe
+from .recipe import expand_paths, load_recipe, read_recipe
 from .saliency import weights_fingerprint
 from .study_report import firing_figure, markdown, summary
 
@@ -102,9 +102,7 @@ class StudyConfig:
     device: str | None = None
 
     def __post_init__(self):
-        for name in ("work", "output", "corpus", "gallery"):
-            if getattr(self, name) is not None:
-                setattr(self, name, Path(getattr(self, name)).expanduser())
+        expand_paths(self)
         if not self.runs or not self.seeds or not self.tasks:
             raise ValueError("a study needs runs, seeds and tasks")
         if len(set(self.seeds)) != len(self.seeds):

@@ -6,7 +6,14 @@ from typing import Any, Literal
 import pytest
 from sentence_transformers import SentenceTransformerTrainingArguments
 
-from moemb.trainers.recipe import RecipeError, load_recipe, parse_overrides, read_recipe
+from moemb.trainers.recipe import (
+    RecipeError,
+    check_least,
+    expand_paths,
+    load_recipe,
+    parse_overrides,
+    read_recipe,
+)
 
 
 class Colour(enum.Enum):
@@ -177,3 +184,20 @@ def test_missing_file_suggests_its_neighbour(recipe):
 def test_negative_numbers_and_null_on_the_command_line():
     (settings,) = load_recipe(None, Settings, overrides=["--steps", "-3", "--languages", "null"])
     assert settings.steps == -3 and settings.languages is None
+
+
+def test_home_folders_of_paths_are_filled_in(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    settings = Settings(folder=Path("~/runs"), name="~/run")
+    expand_paths(settings)
+    assert settings.folder == Path("/home/somebody/runs") and settings.name == "~/run"
+
+
+@pytest.mark.parametrize("value", [9, float("nan")])
+def test_a_setting_below_its_bound_is_named(value):
+    with pytest.raises(ValueError, match=f"steps is {value}, but must be at least 10"):
+        check_least(Settings(steps=value), learning_rate=0, steps=10)
+
+
+def test_settings_at_their_bound_and_absent_ones_pass():
+    check_least(Settings(steps=10, resume=None), steps=10, resume=1)
