@@ -1,7 +1,9 @@
 """`moemb bench`: kernels, encoding and training against named peers, correctness first; or the compute dial."""
 
 import argparse
+import inspect
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes `<output>/<suite or recipe>.json` and `.png`, prints a table.
+    """Measures, writes `<output>/<suite or recipe>.json`, `.md` and `.png`, prints a table.
 
     Status 1: a case failed or is wrong.
     """
@@ -225,14 +227,16 @@ def _run_case(runner, name: str, progress: Callable[[str], None]) -> dict[str, A
 
 
 def _finish(args: argparse.Namespace, suite, records: list[dict[str, Any]], output: Path, facts: dict) -> int:
-    from .benchmark_report import table
+    from .benchmark_report import markdown, table
 
     good = [record for record in records if "failed" not in record]
     path = output / f"{args.suite}.json"
-    report = {"suite": args.suite, "arguments": vars(args), **facts, "cases": records}
+    command = shlex.join(["moemb", *sys.argv[1:]])
+    report = {"suite": args.suite, "command": command, "arguments": vars(args), **facts, "cases": records}
     write_atomically(path, json.dumps(report, indent=1) + "\n")
     if good:
         print(table(suite.rows(good)))
+        write_atomically(path.with_suffix(".md"), markdown(report, inspect.getdoc(suite), suite.rows(good)))
     if good and not args.no_plots:
         suite.plot(good, path.with_suffix(".png"))
     wrong = [record for record in good if record.get("check", {}).get("wrong")]
@@ -242,7 +246,8 @@ def _finish(args: argparse.Namespace, suite, records: list[dict[str, Any]], outp
             print(f"{record['case']} failed: {record['failed']}", file=sys.stderr)
     for record in wrong:
         print(f"{record['case']}: {', '.join(record['check']['wrong'])} computes wrong results", file=sys.stderr)
-    files = f"{path} and .png" if good and not args.no_plots else path
+    plotted = " and .png" if good and not args.no_plots else ""
+    files = f"{path}, .md{plotted}" if good else path
     print(
         f"{len(good)} of {len(records)} cases measured, {missed} goals missed"
         f"{' (sizes of --quick say nothing about goals)' if args.quick else ''}; {files}",

@@ -84,6 +84,37 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Rows as the lines of a Markdown table; columns that are empty in all of them are left out."""
+    columns = [
+        name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)
+    ]
+    lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
+    return lines + [f"| {' | '.join(row.get(name, '') for name in columns)} |" for row in rows]
+
+
+def markdown(report: Mapping[str, Any], about: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """
+    A suite's results as a page.
+
+    Args:
+        report (`Mapping`): what is written as JSON, of which `suite`, `command`, `machine` and `protocol` are read.
+        about (`str`): what the suite measures and how.
+        rows (`Sequence[Mapping]`): its table.
+    """
+    machine, protocol = report["machine"], report["protocol"]
+    where = f"{machine['processor']}, threads: {machine['threads']}"
+    if machine["accelerator"]:
+        where += f", {machine['accelerator']}"
+    lines = [
+        f"# Speed: {report['suite']}", "", about, "",
+        f"On {where}; {machine['date'][:10]}, {protocol['rounds']} rounds of each comparison. "
+        f"Command `{report['command']}`.", "",
+        *markdown_table(rows),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def system_rows(
     records: Iterable[Record], cells: Callable[[Record, str, float | None, int], Mapping[str, str]]
 ) -> list[dict[str, str]]:

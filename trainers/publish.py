@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="reports of 'moemb bench --suite kernels' for the kernel cards",
+        help="reports of 'moemb bench --suite kernels' for the kernel cards (default: those in recipes/bench/results)",
     )
     parser.add_argument(
         "--results",
@@ -160,7 +160,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """
     from .convert_safetensors import read_checkpoint
     from .publish_adapter import check_adapter
-    from .publish_kernels import choose_kernels
+    from .publish_kernels import choose_kernels, kernel_reports
     from .publish_plain import PlainError, plain_config, plan_plain
     from .publish_sources import PublishError, check_id, gather, source_state
 
@@ -176,12 +176,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     for path in args.kernel_results:
         if not path.is_file():
             raise PublishError(f"--kernel-results {path}: there is no such file")
+    measured = list(args.kernel_results) or kernel_reports(state)
     if not args.no_plain:
         try:
             plan_plain(read_checkpoint(sources.folder), plain_config(sources.folder))
         except PlainError as error:
             raise PublishError(f"there is no plain variant of this model ({error}); pass --no-plain") from error
-    return Plan(args.to, sources, kernels, not args.no_plain, args.adapter, list(args.kernel_results), args.device)
+    return Plan(args.to, sources, kernels, not args.no_plain, args.adapter, measured, args.device)
 
 
 def assemble(plan: Plan, root: Path) -> list:

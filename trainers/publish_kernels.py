@@ -19,6 +19,7 @@ from .publish_sources import PublishError, SourceState
 
 
 TOOLS = Path("hub_kernels") / "tools"
+RESULTS = Path("recipes") / "bench" / "results"
 CARD_SOURCE = "CARD.md"
 # What travels beside the builds: enough to build them again.
 SOURCE_FILES = ("build.toml", "flake.nix", "flake.lock", CARD_SOURCE)
@@ -51,6 +52,16 @@ def choose_kernels(state: SourceState, wanted: Sequence[str] | None) -> list[str
         if name not in known:
             raise PublishError(f"--kernels {name}: there is no such kernel repository; there are {', '.join(known)}")
     return list(wanted if wanted is not None else known)
+
+
+def kernel_reports(state: SourceState) -> list[Path]:
+    """The reports of `moemb bench --suite kernels` that a checkout holds, in `recipes/bench/results`."""
+    found = []
+    for path in sorted((state.root / RESULTS).glob("*.json")):
+        report = read_json(path)
+        if isinstance(report, dict) and report.get("suite") == "kernels":
+            found.append(path)
+    return found
 
 
 def stage_kernels(state: SourceState, names: Sequence[str]) -> None:
@@ -171,6 +182,7 @@ def kernel_card(folder: Path, about: dict[str, Any]) -> str:
 def measured_part(folder: Path) -> list[str]:
     """Tables of `moemb bench --suite kernels`; what was not measured is said to be so."""
     from .benchmark_kernels import rows
+    from .benchmark_report import markdown_table
 
     lines: list[str] = []
     for path in sorted((folder / "results").glob("*.json")):
@@ -186,11 +198,7 @@ def measured_part(folder: Path) -> list[str]:
             f"{machine['processor']}, threads: {machine['threads']}. The peer is the fastest of transformers' ways.",
             "",
         ]
-        table = rows(good)
-        columns = [name for name in table[0] if any(row[name] for row in table)]
-        lines += [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
-        lines += [f"| {' | '.join(row[name] for name in columns)} |" for row in table]
-        lines.append("")
+        lines += [*markdown_table(rows(good)), ""]
     return lines[:-1] or ["No measurement of these builds travels with this repository."]
 
 

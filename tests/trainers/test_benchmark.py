@@ -323,6 +323,8 @@ def test_encode_cases_measure(tmp_path, capsys):
     assert conversion["conversion"] == pytest.approx(ratio)
     assert len(cases["long"]["seconds_per_token"]) == 2 and len(cases["bits-fp32"]["goals"]) == 2
     assert "tokens/s" in capsys.readouterr().out and (tmp_path / "encode.png").exists()
+    page = (tmp_path / "encode.md").read_text()
+    assert page.startswith("# Speed: encode\n\nThe suite `encode`: whole models") and "| text-fp32 |" in page
 
 
 def test_disagreeing_models_are_not_timed(tmp_path, capsys, monkeypatch):

@@ -17,8 +17,8 @@ from modeling_moemb import MoEMBModel
 from moemb.trainers import publish
 from moemb.trainers.publish_adapter import check_adapter
 from moemb.trainers.publish_checks import check_tree, open_tree
-from moemb.trainers.publish_kernels import choose_kernels, kernel_card, measured_part
-from moemb.trainers.publish_sources import PublishError, source_state
+from moemb.trainers.publish_kernels import choose_kernels, kernel_card, kernel_reports, measured_part
+from moemb.trainers.publish_sources import PublishError, SourceState, source_state
 from moemb.trainers.publish_upload import version_branch
 from moemb.trainers.publish_verify import probe, reference
 
@@ -142,6 +142,16 @@ def test_kernel_cards_show_measurements_of_files_alone(tmp_path):
     (tmp_path / "results" / "kernels.json").write_text(json.dumps(report | {"suite": "encode"}))
     with pytest.raises(PublishError, match="is no report of 'moemb bench --suite kernels'"):
         measured_part(tmp_path)
+
+
+def test_measurements_of_the_checkout_are_found(tmp_path):
+    results = tmp_path / "recipes/bench/results"
+    results.mkdir(parents=True)
+    for name, content in (("encode", {"suite": "encode"}), ("gpu", {"suite": "kernels"}), ("list", [1])):
+        (results / f"{name}.json").write_text(json.dumps(content))
+    state = SourceState(tmp_path, None, "2026-01-01")
+    assert kernel_reports(state) == [results / "gpu.json"]
+    assert kernel_reports(SourceState(tmp_path / "elsewhere", None, "2026-01-01")) == []
 
 
 def test_which_kernels():
