@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import kernels
@@ -101,6 +102,28 @@ def test_staging_again_builds_nothing(repo, stager, capsys):
     assert stager.stage(repo) == [variant_of(repo)]
     assert capsys.readouterr().out == ""
     assert (variant_of(repo) / "metadata.json").stat().st_mtime_ns == stamp
+
+
+def test_two_at_once_build_once(repo, stager, tmp_path, monkeypatch, capsys):
+    """As two processes of a test run would: the second waits, and finds the build of the first."""
+    (repo / "csrc" / "scale.cpp").write_text((repo / "csrc" / "scale.cpp").read_text() + "\n")
+    built, fill, installed = [], stager._fill, []
+
+    def counted(scratch, *rest):
+        built.append(scratch)
+        return fill(scratch, *rest)
+
+    monkeypatch.setattr(stager, "_fill", counted)
+    threads = [
+        threading.Thread(target=lambda: installed.append(stager.install(repo, tmp_path / "env"))),
+        threading.Thread(target=lambda: installed.append(bool(stager.stage(repo)))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert installed == [True, True] and len(built) == 1
+    assert kernels.get_local_kernel(repo, backend="cpu").scale(torch.ones(1)).item() == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoProcessor
 
 from modeling_moemb import MoEMBConfig, MoEMBModel
-from moemb.trainers import quickstart_model
+from moemb.trainers import quickstart_model, repository
 from moemb.trainers.evaluation_encoding import CachedEncoder, encoder_input, model_fingerprint
 from moemb.trainers.quickstart import add_arguments, run
 from moemb.trainers.quickstart_model import ModelError, load_model, mini_repository
@@ -81,6 +83,24 @@ def test_it_is_assembled_once_and_again_when_the_checkpoint_changes(shipped, tmp
     settings = json.loads((changed / "config.json").read_text()) | {"note": "changed"}
     (changed / "config.json").write_text(json.dumps(settings))
     assert mini_repository(changed) != first
+
+
+def test_two_at_once_assemble_it_once(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOEMB_CACHE", str(tmp_path / "cache"))
+    assembled, assemble, found = [], repository.assemble_checkpoint, []
+
+    def slowly(source, target):
+        assembled.append(target)
+        time.sleep(0.3)  # the other one arrives meanwhile
+        return assemble(source, target)
+
+    monkeypatch.setattr(repository, "assemble_checkpoint", slowly)
+    threads = [threading.Thread(target=lambda: found.append(mini_repository(checkpoint))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(assembled) == 1 and found == [assembled[0]] * 2
 
 
 def test_print_model_prints_only_the_folder(shipped, capsys):
