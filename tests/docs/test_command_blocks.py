@@ -78,6 +78,7 @@ SMALL = {
     ),
     "moemb evaluate": "--tasks '[emoji-concept]' --pretrained_baselines false --bootstrap_samples 5 --output e.json",
     "moemb bench --suite encode": "--quick --no-plots --vllm none",
+    "moemb bench --suite app": "--quick --no-plots --vllm none",
     "moemb bench --config": "--quick --no-plots --output bench",
     "moemb quickstart": "",
     "moemb encode": "",
