@@ -39,6 +39,7 @@ def test_verbs():
         "evaluate",
         "bench",
         "convert",
+        "merge",
         "prune-experts",
         "calibrate",
         "analyze",
