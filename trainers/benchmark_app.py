@@ -61,7 +61,7 @@ def make_files(folder: Path, count: int) -> dict[str, int]:
             Image.fromarray(pixels).resize((128, 128)).save(place / f"{number}.png")
         elif kind == "t":
             made["text"] += 1
-            lines = [titles[(number * 31 + step) % len(titles)] for step in range(5 + number % 60)]
+            lines = [titles[(number * 31 + step) % len(titles)] for step in range(5 + number % 30)]
             (place / f"{number}.md").write_text(f"# Note {number}\n\n{'. '.join(lines)}.\n", encoding="utf-8")
         elif kind == "p":
             made["pdf"] += 1
