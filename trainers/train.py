@@ -5,6 +5,9 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from .errors import MoEMBError
 
@@ -115,16 +118,48 @@ def run_trainer(trainer, args: argparse.Namespace) -> int:
     from .packed_trainer import newest_checkpoint
 
     config = trainer.args
-    if trainer.is_world_process_zero():
-        record_command(config.output_dir, ["moemb", "train", "--config", args.config, *args.overrides])
-    if config.max_steps:
-        with config.main_process_first(local=False, desc="looking for checkpoints"):
-            checkpoint = newest_checkpoint(config.output_dir) if config.continue_run else None
-        if checkpoint is not None:
-            print(f"going on from {checkpoint}", file=sys.stderr)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    print(f"weights: {trainer.export_final()}", file=sys.stderr)
+    with held(Path(config.output_dir), trainer.is_world_process_zero()):
+        if trainer.is_world_process_zero():
+            record_command(config.output_dir, ["moemb", "train", "--config", args.config, *args.overrides])
+        if config.max_steps:
+            with config.main_process_first(local=False, desc="looking for checkpoints"):
+                checkpoint = newest_checkpoint(config.output_dir) if config.continue_run else None
+            if checkpoint is not None:
+                print(f"going on from {checkpoint}", file=sys.stderr)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        print(f"weights: {trainer.export_final()}", file=sys.stderr)
     return 0
+
+
+@contextmanager
+def held(folder: Path, writes: bool) -> Iterator[None]:
+    """
+    Holds a run's folder, so that two trainings do not write into each other's checkpoints.
+
+    Args:
+        folder (`Path`): the run's folder; made if need be.
+        writes (`bool`): whether this process is the one that writes; the others hold nothing.
+
+    Raises:
+        TrainError: another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    if not writes:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise TrainError(
+            f"another training writes to {folder}: wait until it has ended, or choose another output_dir"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def keep_freed_memory() -> None:

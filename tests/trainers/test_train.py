@@ -97,3 +97,15 @@ def test_the_recipes_of_moemb_mini_are_valid(name, config_class):
 
 def test_freed_memory_is_kept_without_complaint():
     train.keep_freed_memory()
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path):
+    folder = tmp_path / "run"
+    with train.held(folder, True):
+        with pytest.raises(train.TrainError, match="another training writes to .*run: wait until"):
+            with train.held(folder, True):
+                pass
+        with train.held(folder, False):  # the other processes of the same training
+            pass
+    with train.held(folder, True):
+        assert folder.is_dir()
