@@ -18,7 +18,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 KERNEL_SOURCES := $(shell find hub_kernels -type f -not -path '*/build/*' -not -name '*.pyc')
 
-.PHONY: install kernels quickstart browser docs test slow test-gpu test-latest bench-gpu check format clean
+.PHONY: install kernels quickstart browser docs screenshot test slow test-gpu test-latest bench-gpu check format clean
 
 install: $(VENV)/.installed $(VENV)/.kernels
 
@@ -50,6 +50,11 @@ $(VENV)/.browser: $(VENV)/.installed tests/chromium.py
 
 docs: install
 	$(BIN)/mkdocs build --strict $(ARGS)
+
+# The picture of the search page in docs/how-to/search-a-folder.md.
+screenshot: install browser
+	MOEMB_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest -q tests/trainers/test_app_browser.py -k words
+	$(BIN)/python -c "from PIL import Image; Image.open('build/screenshots/words.png').convert('RGB').save('docs/assets/app.webp', quality=80, method=6)"
 
 test: install browser
 	$(PYTEST) $(PYTEST_ARGS)

@@ -101,7 +101,7 @@ def measured_html(answer: Answer) -> str:
         parts.append(f"{si(full.flops)}FLOP")
     parts.append(f"{milliseconds(answer.prepared)} to prepare it")
     parts.append(ranking)
-    return f'<p class="moemb-measured">{lead} <span>{" · ".join(parts)}</span></p>'
+    return f'<p class="moemb-measured">{lead} <span>· {" · ".join(parts)}</span></p>'
 
 
 def comparison_html(answer: Answer) -> str:
