@@ -1,8 +1,8 @@
 """The suite `app`: what `moemb app` takes for a folder of thousands of real files, with moemb-mini.
 
-The files are made of the gallery: drawings and clips in other colours, headings as PDFs, lists of headings as notes of
-up to a few passages; no two are the same. They are indexed, looked at again, partly changed, looked at after a
-restart, and searched as the page does, with every measurement of the dial that the page shows included.
+The files are made of the gallery: drawings and clips in other colours, headings as PDFs, lists of headings as notes;
+no two are the same. They are indexed, looked at again, partly changed, looked at after a restart, and searched as the
+page does, with every measurement of the dial that the page shows included.
 """
 
 import statistics

@@ -98,17 +98,19 @@ def markdown(report: Mapping[str, Any], about: str, rows: Sequence[Mapping[str, 
     A suite's results as a page.
 
     Args:
-        report (`Mapping`): what is written as JSON, of which `suite`, `command`, `machine` and `protocol` are read.
+        report (`Mapping`): what is written as JSON: `suite`, `command`, `machine`, `protocol` and `cases` are read.
         about (`str`): what the suite measures and how.
         rows (`Sequence[Mapping]`): its table.
     """
-    machine, protocol = report["machine"], report["protocol"]
+    machine = report["machine"]
     where = f"{machine['processor']}, threads: {machine['threads']}"
     if machine["accelerator"]:
         where += f", {machine['accelerator']}"
+    compared = any("timings" in (case.get("timing") or {}) for case in report["cases"])
+    how = f", medians of {report['protocol']['rounds']} interleaved rounds" if compared else ""
     lines = [
         f"# Speed: {report['suite']}", "", about, "",
-        f"On {where}; {machine['date'][:10]}, {protocol['rounds']} rounds of each comparison. "
+        f"On {where}; {machine['date'][:10]}{how}. Others: what other processes took of the machine meanwhile. "
         f"Command `{report['command']}`.", "",
         *markdown_table(rows),
     ]  # fmt: skip
