@@ -28,8 +28,9 @@ def test_data_sets_in_the_readme_load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (dataset,) = load_datasets(yaml.safe_load(block)["train_datasets"], hard_negatives=2)
     found = dataset[0]
-    assert (found.query, found.negatives, found.key) == ("a red box", ["a lid", "a bag"], "7")
-    assert "1.png" in str(found.positive) and "Box" in str(found.positive)
+    assert (found.query, found.key) == ({"text": "a red box"}, "7")
+    assert found.positive == {"image": str(tmp_path / "pictures/1.png"), "text": "Box"}
+    assert found.negatives == [{"text": "a lid"}, {"text": "a bag"}]
     assert dataset.settings.query_instruction == "Find the product."
 
 
