@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `moemb ablate`; returns the exit status."""
     (config,) = load_recipe(args.config, AblateConfig, overrides=args.overrides)
-    for name in ("train", "pretrain"):
+    for name in ("train", "pretrain", "common"):
         path = getattr(config, name)
         if path is not None and not path.is_absolute():
             setattr(config, name, args.config.parent / path)

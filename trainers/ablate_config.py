@@ -9,7 +9,7 @@ from .evaluation_metrics import METRICS
 from .recipe import expand_paths
 
 
-EMB_ROWS = ("mean", "end")
+EMB_ROWS = ("mean", "new", "end")
 
 
 class AblationError(MoEMBError, ValueError):
@@ -27,8 +27,9 @@ class Variant:
             What the pretrained model is turned into before contrastive training: arguments of [`Design`]. As it is
             when `None`.
         emb (`str`, *optional*, defaults to `"mean"`):
-            How the row of `<emb>` begins: `"mean"` of the table, or as that of the token that ends a document
-            (`"end"`): with `train_emb_token: false` the pooled token is then one of the language model.
+            How the row of `<emb>` begins: `"mean"` of the table, unless it was trained already; `"new"`, the mean in
+            any case; or `"end"`, the row of the token that ends a document: with `train_emb_token: false` the pooled
+            token is then one of the language model.
         train (`dict`, *optional*): Keys of the training recipe that differ.
         steps (`int`, *optional*): Steps of the training; by default as many as cost the same as the first variant's.
         at (`float`, *optional*): Place on the axis of the figure.
@@ -50,12 +51,17 @@ class AblateConfig:
     Args:
         title (`str`): Heading of the table.
         output (`Path`): Folder of runs and results.
+        pretrain_output (`Path`, *optional*): Folder of what comes before the trainings: pretraining and `common`.
+            Studies that name the same one share what they have in common. `<output>/pretrain` by default.
         train (`Path`): Recipe of the contrastive training (`method: contrastive` or `mini-contrastive`), from the
             folder of this file.
         variants (`dict[str, dict]`): The variants by name, see [`Variant`]; the others are compared with the first.
         pretrain (`Path`, *optional*): Recipe of the pretraining, likewise. Variants that pretrain alike share the run.
+        common (`Path`, *optional*): Recipe of a training after pretraining (`method: mini-contrastive`), likewise.
+            Variants that pretrain alike share it, too, and part behind it: what is compared is how they go on.
         base (`str`, *optional*): Instead of pretraining, the repository to start from, or `moemb-mini`.
-        pretrain_settings, train_settings (`dict`, *optional*): Keys of the recipes that differ for all variants.
+        pretrain_settings, common_settings, train_settings (`dict`, *optional*):
+            Keys of the recipes that differ for all variants.
         seeds (`list[int]`, *optional*, defaults to `[0, 1, 2]`): Seeds, of pretraining and training alike.
         steps (`int`): Steps of the training of the first variant.
         equal (`str`, *optional*, defaults to `"compute"`):
@@ -76,9 +82,12 @@ class AblateConfig:
     variants: dict[str, Variant]
     steps: int
     tasks: list[str]
+    pretrain_output: Path | None = None
     pretrain: Path | None = None
+    common: Path | None = None
     base: str | None = None
     pretrain_settings: dict[str, Any] = field(default_factory=dict)
+    common_settings: dict[str, Any] = field(default_factory=dict)
     train_settings: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     equal: Literal["compute", "steps"] = "compute"
@@ -95,6 +104,10 @@ class AblateConfig:
         expand_paths(self)
         if (self.pretrain is None) == (self.base is None):
             raise ValueError("give either pretrain (a recipe) or base (a repository)")
+        if self.common is not None and self.pretrain is None:
+            raise ValueError(f"common {self.common} follows pretraining, but the study starts from base {self.base!r}")
+        if self.pretrain_output is None:
+            self.pretrain_output = self.output / "pretrain"
         if not self.variants:
             raise ValueError("variants is empty: name at least one")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
@@ -134,3 +147,5 @@ class AblateConfig:
         for key in ("seed", "output_dir", "max_steps", "model", "init_from", "method"):
             if key in variant.train or key in self.train_settings:
                 raise ValueError(f"variant '{name}': the study sets {key!r} of the training itself; leave it out")
+            if key in self.common_settings and key != "max_steps":
+                raise ValueError(f"common_settings: the study sets {key!r} itself; leave it out")

@@ -1,4 +1,4 @@
-"""The runs of a study: pretraining, the model it becomes, contrastive training. Each is skipped when it is there.
+"""The runs of a study: what is shared, the model it becomes, contrastive training. Each is skipped when it is there.
 
 A run is a process of its own, `moemb train` with a recipe that is written beside its checkpoints, so that it can be
 repeated by hand, and goes on from its newest checkpoint when the study was stopped.
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .ablate_config import AblateConfig, AblationError, Variant
 from .files import write_atomically
@@ -44,9 +46,18 @@ class Study:
             raise AblationError(
                 f"train {config.train} has method {self.train.get('method')!r}, but must be {' or '.join(METHODS)}"
             )
-        self.pretrain = None if config.pretrain is None else read_recipe(config.pretrain)
-        if self.pretrain is not None and self.pretrain.get("method") != "pretrain":
-            raise AblationError(f"pretrain {config.pretrain} has method {self.pretrain.get('method')!r}, not pretrain")
+        self.pretrain = self._recipe("pretrain", "pretrain")
+        self.common = self._recipe("common", "mini-contrastive")
+
+    def _recipe(self, name: str, method: str) -> dict[str, Any] | None:
+        path = getattr(self.config, name)
+        if path is None:
+            return None
+        recipe = read_recipe(path)
+        if recipe.get("method") != method:
+            raise AblationError(f"{name} {path} has method {recipe.get('method')!r}, not {method}")
+        corpus = {} if self.config.corpus is None else {"corpus": str(self.config.corpus)}
+        return {**recipe, **getattr(self.config, f"{name}_settings"), **corpus}
 
     def repository(self, name: str, seed: int) -> Path:
         """The trained repository of a variant and seed; trains what is not there yet."""
@@ -111,15 +122,24 @@ class Study:
         return target
 
     def pretrained(self, variant: Variant, seed: int) -> tuple[Path, str]:
-        """The pretrained checkpoint of a variant, and its identity."""
-        recipe = {**self.pretrain, **self.config.pretrain_settings, **variant.pretrain, "seed": seed}
-        if self.config.corpus is not None:
-            recipe["corpus"] = str(self.config.corpus)
-        recipe.pop("output_dir", None)
-        identity = fingerprint(recipe)
-        folder = self.config.output / "pretrain" / identity
-        train(recipe | {"output_dir": str(folder)}, folder, folder / "final", f"pretraining, seed {seed}")
+        """The checkpoint that a variant's training starts from, pretrained and trained in common; and its identity."""
+        recipe = {**self.pretrain, **variant.pretrain, "seed": seed}
+        source, identity = self._shared(recipe, fingerprint(without_output(recipe)), f"pretraining, seed {seed}")
+        if self.common is None:
+            return source, identity
+        recipe = {**self.common, "seed": seed}
+        identity = fingerprint([identity, without_output(recipe)])
+        return self._shared(recipe | {"init_from": str(source)}, identity, f"training in common, seed {seed}")
+
+    def _shared(self, recipe: dict[str, Any], identity: str, label: str) -> tuple[Path, str]:
+        """Runs what several variants begin with, and other studies with the same `pretrain_output`."""
+        folder = self.config.pretrain_output / identity
+        train(recipe | {"output_dir": str(folder)}, folder, folder / "final", label)
         return folder / "final", identity
+
+
+def without_output(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name != "output_dir"}
 
 
 def train(recipe: dict[str, Any], folder: Path, final: Path, label: str) -> None:
@@ -142,13 +162,20 @@ def train(recipe: dict[str, Any], folder: Path, final: Path, label: str) -> None
             "output"
         )
     done = folder / "done.json"
-    if done.is_file() and final.is_dir():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
-        write_atomically(path, text)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):  # two studies may share it
+        if not (done.is_file() and final.is_dir()):
+            if not path.is_file():
+                write_atomically(path, text)
+            _run_to_its_end(path, final, label)
+            write_atomically(done, json.dumps({"steps": recipe.get("max_steps")}) + "\n")
+        for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):  # there is nothing left to go on with
+            shutil.rmtree(checkpoint)
+
+
+def _run_to_its_end(path: Path, final: Path, label: str) -> None:
     print(f"== {label}: moemb train --config {path}", file=sys.stderr, flush=True)
-    run = subprocess.run([sys.executable, "-m", "moemb.trainers.cli", "train", "--config", str(path)], check=False)
+    run = subprocess.run([sys.executable, "-m", f"{__package__}.cli", "train", "--config", str(path)], check=False)
     if run.returncode == 130:
         raise KeyboardInterrupt
     if run.returncode or not final.is_dir():
@@ -156,7 +183,6 @@ def train(recipe: dict[str, Any], folder: Path, final: Path, label: str) -> None
             f"{label}: the training ended with status {run.returncode}; its messages stand above. Mend the cause and "
             "run the study again: it goes on from the newest checkpoint"
         )
-    done.write_text(json.dumps({"steps": recipe.get("max_steps")}) + "\n", encoding="utf-8")
 
 
 def changed_keys(path: Path, recipe: dict[str, Any]) -> str:
@@ -191,7 +217,7 @@ def make_base(source: Path, target: Path, variant: Variant, seed: int) -> None:
 def with_emb_row(source: Path, target: Path, emb: str, seed: int) -> None:
     """Copies a checkpoint with a fresh `<emb>` row: the mean of the table, or that of the token that ends a document.
 
-    A checkpoint whose `<emb>` was trained keeps it when `emb` is `"mean"`.
+    A checkpoint whose `<emb>` was trained keeps it when `emb` is `"mean"`; with `"new"` it begins anew.
     """
     import torch
 
@@ -203,6 +229,8 @@ def with_emb_row(source: Path, target: Path, emb: str, seed: int) -> None:
 
     tokenizer = load_tokenizer(source)
     model = MoEMBModel.from_pretrained(source, dtype=torch.float32)
+    if emb == "new":
+        model.config.pooling = "last"  # as before anything was pooled
     prepare_emb(model, seed)
     if emb == "end":
         table = model.get_input_embeddings().weight

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from .adaptive_adapters import check_adapters
 from .adaptive_strategies import ORDER, STRATEGIES
+from .lora import TARGETS
 from .packed_config import PackedTrainingConfig
 
 
@@ -11,6 +13,7 @@ KEEP_ESTIMATORS = ("gumbel", "straight_through")
 GRADUAL_ESTIMATORS = ("straight_through", "halting")
 NULL_ESTIMATORS = ("straight_through", "balance")
 SCOPES = ("total", "decoder")
+TEACHERS = ("start", "current")
 
 
 @dataclass
@@ -25,7 +28,16 @@ class AdaptiveConfig(PackedTrainingConfig):
         device_map (`str`, *optional*): How to spread the weights over devices, such as `"auto"`; see transformers.
         gates (`dict`): The gates to train, see `validate_gates`; those that the model lacks are added.
         backbone_learning_rate (`float`, *optional*, defaults to 0.0):
-            Learning rate of the decoder (without its routers); 0 trains the gates alone.
+            Learning rate of the decoder (without its routers), which is then trained whole; 0 leaves it frozen.
+        lora_rank (`int`, *optional*, defaults to 0):
+            Rank of LoRA adapters that are trained beside the gates; 0: there are none.
+        lora_alpha (`int`, *optional*): By default twice the rank.
+        lora_targets (`list[str]`, *optional*): What gets adapters, of `attention`, `gated_delta`, `shared_expert`.
+        lora_learning_rate (`float`, *optional*, defaults to 1e-5): Peak learning rate of the adapters.
+        teacher (`str`, *optional*):
+            Whose vectors of full compute are distilled from: those of the weights the run started from (`"start"`, the
+            default where adapters train: it is the model without them), or those of the weights as they are
+            (`"current"`, the default else, and the only one where the decoder is trained whole).
         strategy (`str`, *optional*, defaults to `"joint"`): How several gates are combined: `"global"` (one budget of
             FLOPs), `"joint"`, `"alternating"` or `"sequential"` (a budget each), see `adaptive_strategies`.
         alternate_every (`int`, *optional*, defaults to 50): Steps before `alternating` turns to the next gate.
@@ -98,6 +110,11 @@ class AdaptiveConfig(PackedTrainingConfig):
     device_map: str | None = field(default=None, metadata={"help": "How to spread the weights, such as auto."})
     gates: dict[str, Any] = field(default_factory=dict, metadata={"help": "Gates to train."})
     backbone_learning_rate: float = field(default=0.0, metadata={"help": "Of the decoder; 0: frozen."})
+    lora_rank: int = field(default=0, metadata={"help": "Rank of adapters; 0: there are none."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "By default twice the rank."})
+    lora_targets: list[str] = field(default_factory=lambda: list(TARGETS), metadata={"help": "What gets adapters."})
+    lora_learning_rate: float = field(default=1e-5, metadata={"help": "Of the adapters."})
+    teacher: str | None = field(default=None, metadata={"help": "start or current."})
     strategy: str = field(default="joint", metadata={"help": "global, joint, alternating or sequential."})
     alternate_every: int = field(default=50, metadata={"help": "Steps before the next gate's turn."})
 
@@ -166,6 +183,7 @@ class AdaptiveConfig(PackedTrainingConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {list(allowed)}")
+        self._check_backbone()
         if self.weight_decay or self.router_balance_weight or self.router_z_weight:
             raise ValueError(
                 "weight_decay, router_balance_weight and router_z_weight must be 0: they move frozen gates"
@@ -173,6 +191,23 @@ class AdaptiveConfig(PackedTrainingConfig):
         if bool(self.corpus_sources) == bool(self.train_datasets):
             raise ValueError("name the data: either corpus_sources or train_datasets")
         self._check_budgets()
+
+    def _check_backbone(self) -> None:
+        check_adapters(self.lora_rank, self.lora_targets)
+        if self.lora_rank and self.backbone_learning_rate:
+            raise ValueError(
+                f"lora_rank={self.lora_rank} trains adapters and backbone_learning_rate={self.backbone_learning_rate} "
+                "the decoder itself: set one of them to 0"
+            )
+        if self.teacher is None:
+            self.teacher = "start" if self.lora_rank else "current"
+        if self.teacher not in TEACHERS:
+            raise ValueError(f"teacher={self.teacher!r}: use one of {list(TEACHERS)}")
+        if self.teacher == "start" and self.backbone_learning_rate:
+            raise ValueError(
+                "teacher 'start' needs the weights of the start, which backbone_learning_rate changes: train adapters "
+                "(lora_rank), or use teacher 'current'"
+            )
 
     def _check_budgets(self) -> None:
         for kind, share in self.targets.items():

@@ -1,10 +1,12 @@
-"""`method: adaptive`: gates trained by gradients (MoEMB section 4), on a frozen backbone or together with it.
+"""`method: adaptive`: gates trained by gradients (MoEMB section 4), on a frozen backbone, with adapters, or with it.
 
-One step: the vectors of full compute (same weights, no gates, no gradient) are the teacher; the same batch is embedded
-with the gates in their differentiable form; the loss adds InfoNCE, the distance to the teacher and the budgets. What
-the gates would do when deployed is measured beside it, and a gate that has collapsed stops the run.
+One step: the vectors of full compute (no gates, no gradient) are the teacher; the same batch is embedded with the
+gates in their differentiable form; the loss adds InfoNCE, the distance to the teacher and the budgets. What the gates
+would do when deployed is measured beside it, and a gate that has collapsed stops the run.
 """
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from modeling_moemb.compute_moemb import count_flops
 from modeling_moemb.gates_moemb import attach_gates, twin_null_experts
 from modeling_moemb.settings_moemb import without_gates
 
+from .adaptive_adapters import adapter_config, merged_adapters, without_adapters
 from .adaptive_budgets import budget_terms, deployed_budget, estimators_of, shift_to_flops
 from .adaptive_config import AdaptiveConfig
 from .adaptive_data import AdaptiveBatch, AdaptiveData, CorpusData, PairData
@@ -30,7 +33,9 @@ from .adaptive_strategies import ORDER, Phase, phase_at
 from .calibration_repository import locate_model
 from .checkpoint import write_checkpoint
 from .errors import MoEMBError
-from .gate_repository import write_with_gates
+from .files import write_atomically
+from .gate_repository import RECORD, write_with_gates
+from .lora import ADAPTER, is_adapter, load_adapter_weights, save_adapter
 from .optimizer import MasterAdamW
 from .packed_trainer import PackedTrainer
 from .repository import assemble_repository
@@ -68,6 +73,8 @@ class AdaptiveTrainer(PackedTrainer):
             raise AdaptiveError(str(error)) from error
         if "null" in args.gates and "null" not in had:
             twin_null_experts(model, args.null_noise, args.null_bias, args.seed)
+        if args.lora_rank:
+            model.add_adapter(adapter_config(args.lora_rank, args.lora_alpha, args.lora_targets), ADAPTER)
         super().__init__(model, args, processing_class)
         self.model.gates.float()
         self.kinds = tuple(kind for kind in ORDER if kind in args.gates)
@@ -81,10 +88,12 @@ class AdaptiveTrainer(PackedTrainer):
         self._choose_trained()
 
     def _choose_trained(self) -> None:
-        """Gates, and with a learning rate of its own the decoder without its routers."""
+        """Gates, and with a learning rate of their own adapters, or the decoder without its routers."""
         self.model.requires_grad_(False)
         for kind in self.kinds:
             getattr(self.model.gates, kind).requires_grad_(True)
+        named = self.model.named_parameters() if self.args.lora_rank else ()
+        self.adapters = [parameter.requires_grad_(True) for name, parameter in named if is_adapter(name)]
         self.backbone = []
         if self.args.backbone_learning_rate:
             for name, parameter in self.model.language_model.named_parameters():
@@ -101,10 +110,9 @@ class AdaptiveTrainer(PackedTrainer):
     def create_optimizer(self, model=None) -> MasterAdamW:
         if self.optimizer is None:
             groups = [{"params": list(self.model.gates.parameters()), "weight_decay": 0.0}]
-            if self.backbone:
-                rate = self.args.backbone_learning_rate
-                groups.append({"params": self.backbone, "weight_decay": 0.0, "lr": rate})
             args = self.args
+            more = [(self.adapters, args.lora_learning_rate), (self.backbone, args.backbone_learning_rate)]
+            groups += [{"params": params, "weight_decay": 0.0, "lr": rate} for params, rate in more if params]
             betas = (args.adam_beta1, args.adam_beta2)
             self.optimizer = MasterAdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.ema_decay)
         return self.optimizer
@@ -123,8 +131,7 @@ class AdaptiveTrainer(PackedTrainer):
         tokens = batch.inputs["input_ids"].numel()
         generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
         policy = TrainingPolicy(phase, self.estimators, tokens, generator)
-        with torch.no_grad():
-            teacher = self._vectors(model, batch, {})
+        teacher = self._teacher(model, batch)
         student, output = self._student(model, batch, policy)
         losses = {"distill": self.args.distill_weight * distillation_distance(student, teacher)}
         if self.args.contrast_weight and batch.pairs:
@@ -150,8 +157,12 @@ class AdaptiveTrainer(PackedTrainer):
             self._record_gap(batch, student.detach(), teacher, phase)
         return (total, student) if return_outputs else total
 
-    def _vectors(self, model: Any, batch: AdaptiveBatch, budget: dict[str, Any], **more: Any) -> Tensor:
-        output = model(**batch.inputs, adaptive_compute=budget, pooled_only=True, **more)
+    @torch.no_grad()
+    def _teacher(self, model: Any, batch: AdaptiveBatch) -> Tensor:
+        """Vectors of full compute, of the weights that `args.teacher` names."""
+        start = self.adapters and self.args.teacher == "start"
+        with without_adapters(self.model) if start else nullcontext():
+            output = model(**batch.inputs, adaptive_compute={}, pooled_only=True)
         return F.normalize(output.pooler_output.float(), dim=-1)
 
     def _student(self, model: Any, batch: AdaptiveBatch, policy: TrainingPolicy) -> tuple[Tensor, Any]:
@@ -186,7 +197,7 @@ class AdaptiveTrainer(PackedTrainer):
                 found = torch.cat([pairs.recall(vectors) for pairs in batch.pairs]).float()
                 self.record(**{name: found.mean().item()})
 
-    # Checkpoints hold what is trained: with a frozen backbone the gates alone
+    # Checkpoints hold what is trained: with a frozen backbone the gates alone, or with the adapters
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.backbone:
@@ -196,12 +207,16 @@ class AdaptiveTrainer(PackedTrainer):
         folder.mkdir(parents=True, exist_ok=True)
         gates = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.gates.state_dict().items()}
         save_file(gates, folder / GATES_CHECKPOINT)
+        if self.adapters:
+            save_adapter(self.model, folder, self.args.init_from or "")
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if self.backbone:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
+            if self.adapters:
+                load_adapter_weights(self.model, Path(resume_from_checkpoint))
             self.model.gates.load_state_dict(load_file(Path(resume_from_checkpoint) / GATES_CHECKPOINT))
 
     # Deployment
@@ -218,25 +233,33 @@ class AdaptiveTrainer(PackedTrainer):
             self.model.config.adaptive_compute = before
 
     def export(self, name: str, record: dict[str, Any]) -> Path:
-        """Writes the model with its gates at work to `output_dir/name`."""
+        """Writes the model with its gates at work, and its adapters merged, to `output_dir/name`."""
         self.model.set_adaptive_compute(self.budget)
         target = Path(self.args.output_dir) / name
         names = ("seed", "max_steps", "init_from", "strategy", "targets", "flops_removed", "flops_scope")
+        names += ("lora_rank", "lora_alpha", "lora_targets", "lora_learning_rate", "teacher") if self.adapters else ()
         record = {**record, **{name: getattr(self.args, name) for name in names}}
-        if self.source is not None and not self.backbone:
+        if self.source is not None and not self.backbone and not self.adapters:
             return write_with_gates(self.source, target, self.model, record)
-        if isinstance(self.processing_class, MoEMBProcessor):
-            given = {"model": self.model, "processor": self.processing_class, "overwrite": True}
-            return assemble_repository(target, **given)
-        write_checkpoint(target, self.model, self.processing_class, record)
+        processor = self.processing_class
+        if self.source is not None and not isinstance(processor, MoEMBProcessor):
+            processor = MoEMBProcessor.from_pretrained(self.source)
+        with merged_adapters(self.model) if self.adapters else nullcontext():
+            if not isinstance(processor, MoEMBProcessor):
+                write_checkpoint(target, self.model, processor, record)
+                return target
+            assemble_repository(target, model=self.model, processor=processor, overwrite=True)
+        write_atomically(target / RECORD, json.dumps(record, indent=2).replace(str(Path.home()), "~") + "\n")
         return target
 
     def export_final(self) -> Path:
-        """Shifts the gates to the FLOPs that were asked for, and writes `final/`."""
+        """Shifts the gates to the FLOPs that were asked for, and writes `final/` (and `adapter/`, if there is one)."""
         record: dict[str, Any] = {"step": self.state.global_step}
         with self._averaged_weights():
             if self.args.flops_removed is not None and self.args.match_flops:
                 record |= shift_to_flops(self.model, self.args, self.budget, self.kinds, self._matching_batches())
+            if self.adapters:
+                save_adapter(self.model, Path(self.args.output_dir) / "adapter", self.args.init_from or "")
             return self.export("final", record)
 
     def _matching_batches(self) -> list[AdaptiveBatch]:

@@ -12,6 +12,7 @@ from modeling_moemb import MoEMBModel
 from modeling_moemb.gates_moemb import attach_gates, twin_null_experts
 from modeling_moemb.processing_moemb import MoEMBProcessor
 
+from .adaptive_adapters import adapter_config, check_adapters
 from .calibration_repository import locate_model
 from .gate_repository import RECORD, write_with_gates
 from .grpo_config import MoEMBGRPOConfig
@@ -66,8 +67,7 @@ class GRPORunConfig(MoEMBGRPOConfig):
     max_minutes: float = field(default=0.0, metadata={"help": "Save and stop after this time."})
 
     def __post_init__(self):
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank={self.lora_rank}: the least is 0, which leaves the backbone frozen")
+        check_adapters(self.lora_rank, self.lora_targets)
         self.freeze_backbone = self.freeze_backbone and not self.lora_rank
         self.shuffle_dataset = False  # the order of the data keeps the pairs of a source together
         super().__post_init__()
@@ -77,9 +77,6 @@ class GRPORunConfig(MoEMBGRPOConfig):
             raise ValueError("name the pairs to train on: exactly one of corpus_pairs and train_datasets")
         if self.saving_at_start is not None and not 0 < self.saving_at_start < 1:
             raise ValueError(f"saving_at_start={self.saving_at_start}: use a probability between 0 and 1")
-        unknown = sorted(set(self.lora_targets) - set(TARGETS))
-        if unknown:
-            raise ValueError(f"lora_targets has {unknown}: use some of {list(TARGETS)}")
 
 
 class GRPORun(MoEMBGRPOTrainer):
@@ -159,21 +156,8 @@ def build_trainer(args: GRPORunConfig) -> GRPORun:
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=MoEMBProcessor.from_pretrained(source),
-        peft_config=_adapters(args),
+        peft_config=adapter_config(args.lora_rank, args.lora_alpha, args.lora_targets) if args.lora_rank else None,
         callbacks=[JsonLines(args.output_dir), StopAfter(args.max_minutes)],
     )
     trainer.source = source
     return trainer
-
-
-def _adapters(args: GRPORunConfig):
-    if not args.lora_rank:
-        return None
-    from peft import LoraConfig
-
-    targets = "|".join(TARGETS[name] for name in args.lora_targets)
-    return LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
-        target_modules=rf".*language_model\.layers\.\d+\.({targets})",
-    )

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from modeling_moemb import MoEMBConfig, MoEMBModel
 from moemb.trainers import ablate_runs, cli
 from moemb.trainers.ablate_config import AblateConfig, AblationError, Variant
 from moemb.trainers.ablate_report import markdown, study_quality, table_rows
-from moemb.trainers.ablate_runs import Study, item_flops, items_of_step, train
+from moemb.trainers.ablate_runs import Study, item_flops, items_of_step, train, with_emb_row
 from moemb.trainers.contrastive_config import ContrastiveConfig
 from moemb.trainers.evaluation_metrics import Ranks
 from moemb.trainers.mini_contrastive_config import MiniContrastiveConfig
@@ -34,6 +35,10 @@ def test_recipes_are_studies_of_recipes(path):
     (config,) = load_recipe(path, AblateConfig)
     assert len(config.seeds) >= 3
     base, training = read_recipe(path.parent / config.pretrain), read_recipe(path.parent / config.train)
+    if config.common is not None:
+        common = read_recipe(path.parent / config.common)
+        assert common["method"] == "mini-contrastive"
+        check(common | config.common_settings, MiniContrastiveConfig)
     for variant in config.variants.values():
         merged = base | config.pretrain_settings | variant.pretrain
         check(merged, PretrainConfig)
@@ -75,6 +80,8 @@ def settings(**changes):
         ),
         ({"variants": {"a": Variant(train={"seed": 3})}}, "the study sets 'seed'"),
         ({"variants": {"a": Variant()}, "axis": "x"}, "variant 'a' has no place on it"),
+        ({"pretrain": None, "base": "moemb-mini", "common": Path("c.yaml")}, "common c.yaml follows pretraining"),
+        ({"common_settings": {"init_from": "x"}}, "common_settings: the study sets 'init_from'"),
         (
             {"pretrain": None, "base": "moemb-mini", "variants": {"a": Variant(pretrain={"max_steps": 2})}},
             "starts from base 'moemb-mini'",
@@ -179,6 +186,49 @@ def small_study(tmp_path, fake_corpus, monkeypatch):
     return tmp_path / "study.yaml", ran
 
 
+def test_what_is_alike_is_trained_once(tmp_path, monkeypatch):
+    """Pretraining and the training in common: by their settings and seed, over variants and over studies."""
+    recipes = {}
+
+    def train(recipe, folder, final, label):
+        assert recipes.setdefault(folder, recipe) == recipe
+        assert recipe["output_dir"] == str(folder) and final == folder / "final"
+
+    monkeypatch.setattr(ablate_runs, "train", train)
+    for name, method in (("p", "pretrain"), ("c", "mini-contrastive"), ("t", "contrastive")):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"method": method, "output_dir": name, "max_steps": 9}))
+
+    def studied(output, **changes):
+        given = {"train": tmp_path / "t.yaml", "pretrain": tmp_path / "p.yaml", "common": tmp_path / "c.yaml"}
+        given |= {"pretrain_output": tmp_path / "shared", "common_settings": {"max_steps": 3}} | changes
+        return Study(AblateConfig(**settings(output=tmp_path / output, **given)))
+
+    study = studied("one")
+    native, dense = Variant(), Variant(pretrain=DENSE)
+    folders = [study.pretrained(variant, seed)[0] for variant in (native, dense) for seed in (0, 1)]
+    assert len(set(folders)) == 4 and len(recipes) == 8
+    for folder in folders:
+        assert folder.parent.parent == tmp_path / "shared"
+        recipe = recipes[folder.parent]
+        assert recipe["method"] == "mini-contrastive" and recipe["max_steps"] == 3
+        before = recipes[Path(recipe["init_from"]).parent]
+        assert before["method"] == "pretrain" and before["max_steps"] == 9 and before["seed"] == recipe["seed"]
+    assert ["feed_forward" in recipes[Path(recipes[f.parent]["init_from"]).parent] for f in folders] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    design = Variant(pretrain=DENSE, design={"kind": "modality"})
+    assert study.pretrained(design, 1)[0] == folders[3]
+    assert studied("two").pretrained(native, 0)[0] == folders[0] and len(recipes) == 8
+    studied("three", common_settings={"max_steps": 4}).pretrained(native, 0)
+    assert len(recipes) == 9  # the pretraining was there
+    studied("four", corpus=tmp_path).pretrained(native, 0)
+    assert len(recipes) == 11  # of other data
+    alone = studied("five", common=None, common_settings={})
+    folder = alone.pretrained(native, 0)[0].parent
+    assert recipes[folder]["method"] == "pretrain" and len(recipes) == 11
+    assert AblateConfig(**settings(output=tmp_path)).pretrain_output == tmp_path / "pretrain"
+
+
 @pytest.mark.slow
 def test_a_study_from_pretraining_to_the_figure(small_study, tmp_path, capsys):
     recipe, ran = small_study
@@ -196,6 +246,8 @@ def test_a_study_from_pretraining_to_the_figure(small_study, tmp_path, capsys):
     model = MoEMBModel.from_pretrained(tmp_path / "out/runs/upcycled/seed-1/final")
     assert model.config.text_config.num_experts == 4 and model.config.pooling == "emb"
     check_emb_rows(tmp_path / "out")
+    check_new_row(tmp_path / "out/runs/upcycled/seed-1/final", tmp_path)
+    assert not list((tmp_path / "out").rglob("checkpoint-*"))  # nothing is kept to go on with
     assert str(tmp_path) not in (tmp_path / "out/results.json").read_text().replace(result["command"], "")
     # again: nothing runs; one more seed: only that one does; other settings: refused
     del ran[:]
@@ -220,6 +272,19 @@ def check_emb_rows(output):
         )
     assert all(end and not mean for end, mean in near["moe"] if end) and any(end for end, _ in near["moe"])
     assert all(mean and not end for end, mean in near["dense"])
+
+
+def check_new_row(trained, folder):
+    """A row that was trained stays with "mean", and begins at the mean with "new"."""
+    rows = {}
+    for emb in ("mean", "new"):
+        with_emb_row(trained, folder / emb, emb, 0)
+        model = MoEMBModel.from_pretrained(folder / emb)
+        table = model.get_input_embeddings().weight.float()
+        assert model.config.pooling == "emb"
+        rows[emb] = table[model.config.emb_token_id]
+    assert torch.equal(rows["mean"], MoEMBModel.from_pretrained(trained).get_input_embeddings().weight[-1])
+    assert (rows["new"] - table.mean(0)).abs().max() < 6e-3 < (rows["mean"] - table.mean(0)).abs().max()
 
 
 def test_a_training_that_fails_or_was_stopped_is_run_again(tmp_path, monkeypatch):
