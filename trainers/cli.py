@@ -20,6 +20,7 @@ from .errors import MoEMBError, nearest
 VERBS = {
     "data": "corpus_command",
     "train": "train",
+    "plan": "plan",
     "evaluate": "evaluation",
     "bench": "benchmark",
     "convert": "convert",

@@ -78,23 +78,23 @@ def write_checkpoint_folder(trainer: Any, write: Callable[[], None]) -> None:
         )
 
 
-def write_model(trainer: Any, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+def write_model(trainer: Any, folder: Path) -> None:
     """
     Writes the trained part of the model: the adapter with LoRA, a complete repository else.
 
     Args:
-        trainer (`ContrastiveTrainer`): The trainer.
+        trainer (`ContrastiveTrainer`): The trainer. All processes call this when its weights are spread over them;
+            the main process writes.
         folder (`Path`): Where to.
-        state (`dict`, *optional*): Gathered weights by the names of the `SentenceTransformer`.
     """
-    backbone = trainer.backbone
-    if state is not None:
-        state = {name.removeprefix("0.model."): value for name, value in state.items()}
+    backbone, writes = trainer.backbone, trainer.args.should_save
     folder.mkdir(parents=True, exist_ok=True)
     if trainer.args.tuning == "lora":
-        save_adapter(backbone, folder, trainer.args.model, state)
-    else:
-        backbone.save_pretrained(folder, state_dict=state)
+        if writes:
+            save_adapter(backbone, folder, trainer.args.model)
+        return
+    backbone.save_pretrained(folder, is_main_process=writes)
+    if writes:
         write_repository_files(folder, config=backbone.config, processor=trainer.processor)
 
 
@@ -131,15 +131,20 @@ def export_run(trainer: Any) -> Path:
             _write_adapter(trainer, adapter, record)
         if not args.save_merged:
             return adapter
-    final = output / FINAL_FOLDER
+    final, weights = output / FINAL_FOLDER, {"model": trainer.backbone}
+    if trainer.spreads_weights and args.tuning == "full":
+        draft = output / f".{FINAL_FOLDER}.weights"
+        trainer.backbone.save_pretrained(draft, is_main_process=trainer.is_world_process_zero())
+        weights = {"weights_dir": draft}
     if trainer.is_world_process_zero():
-        merged = trainer.backbone
         if args.tuning == "lora":
             merged = merged_model(trainer.base, output / ADAPTER_FOLDER, record["task_conditioning"])
-        assemble_repository(
-            final, model=merged, processor=trainer.processor, card_text=_card(merged, record), overwrite=True
-        )
+            weights = {"model": merged}
+        card = _card(trainer.backbone.config, record)
+        assemble_repository(final, **weights, processor=trainer.processor, card_text=card, overwrite=True)
         write_atomically(final / RECORD, json.dumps(record, indent=2) + "\n")
+        if "weights_dir" in weights:
+            shutil.rmtree(weights["weights_dir"])
     return final
 
 
@@ -192,10 +197,10 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Path:
     processor = MoEMBProcessor.from_pretrained(str(base))
     if (record["task_conditioning"] or {}).get("kind") == "instruction":
         processor.embedding["instruction_mask"] = True
-    return assemble_repository(target, model=merged, processor=processor, card_text=_card(merged, record, base))
+    return assemble_repository(target, model=merged, processor=processor, card_text=_card(merged.config, record, base))
 
 
-def _card(model: Any, record: dict[str, Any], base: Path | None = None) -> str:
+def _card(config: Any, record: dict[str, Any], base: Path | None = None) -> str:
     settings = record["settings"]
     sets = ", ".join(f"{name} ({rows:,} rows)" for name, rows in record["datasets"].items())
     how = f"LoRA of rank {settings['lora_rank']}, merged" if settings["tuning"] == "lora" else "full fine-tuning"
@@ -206,6 +211,4 @@ def _card(model: Any, record: dict[str, Any], base: Path | None = None) -> str:
     name = f"{record['base_model'].rsplit('/', 1)[-1]}-finetuned"
     base_model = record["base_model"] if "/" in record["base_model"] else None
     licence = license_of(base) if base is not None else None
-    return card_text(
-        model.config, name=name, base_model=base_model, license=licence, description=description, trained=True
-    )
+    return card_text(config, name=name, base_model=base_model, license=licence, description=description, trained=True)

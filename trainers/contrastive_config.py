@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from sentence_transformers import SentenceTransformerTrainingArguments
 
+from .distributed import check_distributed
+
 
 # Which groups of layers may have LoRA adapters by name; the routed experts have a rank of their own.
 LORA_TARGETS = ("attention", "gated_delta", "shared_expert")
@@ -73,6 +75,10 @@ class ContrastiveConfig(SentenceTransformerTrainingArguments):
     > Parameters that control the run
 
     Args:
+        distributed (`dict[str, int]`, *optional*):
+            Spreads the weights over the processes while they load: `{fsdp_size: 8}` by FSDP2, `{fsdp_size: 8,
+            ep_size: 8}` with the routed experts shared out among every 8 processes. `fsdp_size` is the number of
+            processes. By default every process holds all weights (DDP). See [`check_distributed`] for its limits.
         continue_run (`bool`, *optional*, defaults to `True`):
             Go on from the newest whole checkpoint in `output_dir`, if there is one.
         max_minutes (`float`, *optional*, defaults to 0.0): Save and stop after this time; 0 means no limit.
@@ -107,6 +113,7 @@ class ContrastiveConfig(SentenceTransformerTrainingArguments):
     train_vision: bool = field(default=False, metadata={"help": "Train the vision tower (full tuning)."})
     weights_dtype: Literal["bfloat16", "float32"] = field(default="bfloat16", metadata={"help": "dtype of the model."})
 
+    distributed: dict[str, Any] | None = field(default=None, metadata={"help": "Sizes: {fsdp_size: N, ep_size: M}."})
     continue_run: bool = field(default=True, metadata={"help": "Go on from the newest whole checkpoint."})
     max_minutes: float = field(default=0.0, metadata={"help": "Save and stop after this time."})
     save_merged: bool = field(default=True, metadata={"help": "Write a repository of merged weights."})
@@ -132,6 +139,7 @@ class ContrastiveConfig(SentenceTransformerTrainingArguments):
         self._check_batch(given)
         self._check_loss()
         self._check_tuning()
+        check_distributed(self)
         if not self.model:
             raise ValueError("model is missing: 'moemb-mini', the folder of a MoEMB repository, or its Hub id")
         if not self.train_datasets:

@@ -20,6 +20,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 
+from modeling_moemb import MoEMBConfig
 from modeling_moemb.sentence_transformer_moemb import MoEMBTransformer, pooled_only
 
 from .cached_gradients import Embedded, average_gradients, contrastive_step, most_over_processes
@@ -31,6 +32,15 @@ from .contrastive_data import PairDataset, RowError, load_datasets
 from .contrastive_evaluation import build_evaluator
 from .contrastive_loss import ContrastiveLoss, LossOutput
 from .contrastive_sampler import MixtureBatchSampler, MixtureLoader, MixtureRows
+from .distributed import (
+    check_architecture,
+    distributed_kwargs,
+    divide_gradients_once,
+    is_spread,
+    loading_for_adapters,
+    mesh_of,
+    share_adapters,
+)
 from .errors import MoEMBError
 from .lora import check_trainable, prepare_trainable, trainable_table
 from .objectives import Objective
@@ -83,6 +93,8 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
             args.matryoshka_weights,
             args.gather_across_devices,
         )
+        # `Trainer` refuses to keep the optimizer's state of a model that is spread; that of adapters is whole
+        given, args.save_only_model = args.save_only_model, args.save_only_model or args.distributed is not None
         super().__init__(
             model=model,
             args=args,
@@ -93,8 +105,11 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
             processing_class=model[0].processor,
             callbacks=[JsonLines(args.output_dir), StopAfter(args.max_minutes)],
         )
+        args.save_only_model = given
         if self.is_deepspeed_enabled:
-            raise ContrastiveError("DeepSpeed is not supported: use DDP or FSDP2 (see recipes/accelerate)")
+            raise ContrastiveError(
+                "DeepSpeed is not supported: use DDP, or FSDP2 by 'distributed' (see recipes/accelerate)"
+            )
         size = self.backbone.config.text_config.hidden_size
         if max(args.matryoshka_dims or [1]) > size:
             raise ContrastiveError(f"matryoshka_dims={args.matryoshka_dims}: the model's vectors have {size} numbers")
@@ -180,20 +195,23 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
                 idle,
             )
         self._check_finite("loss", output.value, batch)
-        if not self._shards_parameters:
-            average_gradients(self.trained)
+        average_gradients([parameter for parameter in self.trained if not is_spread(parameter)])
         self._record_step(output, chunks, tokens, time.perf_counter() - begin)
         return output.value
 
     @property
-    def _shards_parameters(self) -> bool:
-        """Whether parameters are spread over processes: gradients are then averaged by what spreads them."""
-        return bool(self.is_fsdp_enabled or self.is_distributed_loading_by_transformers)
+    def spreads_weights(self) -> bool:
+        """Whether weights are spread over processes: their gradients are then averaged by what spreads them."""
+        return bool(self.is_distributed_loading_by_transformers)
+
+    def _sync_replicated_trainable_parameters(self, model) -> None:
+        # `Trainer` would also average adapters after the backward pass of every chunk: here it is done once a step
+        share_adapters(model)
 
     def _chunks(self, tokens: Sequence[int]) -> tuple[list[range], int]:
         """The items of each chunk, and how many more times the model has to be called to no effect."""
         chunks = split_into_chunks(tokens, self.args.mini_batch_tokens)
-        if not self._shards_parameters:
+        if not self.spreads_weights:
             return chunks, 0
         most = most_over_processes(len(chunks), self.args.device)
         chunks = split_into_chunks(tokens, self.args.mini_batch_tokens, most)
@@ -282,13 +300,15 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
     def create_optimizer(self, model=None) -> MasterAdamW:
         if self.optimizer is None:
             args = self.args
-            trained = [p for p in (model or self.model).parameters() if p.requires_grad]
-            groups = [
-                {"params": [p for p in trained if p.dim() > 1], "weight_decay": args.weight_decay},
-                {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-            ]
+            groups: dict[tuple, list[torch.nn.Parameter]] = defaultdict(list)
+            for parameter in (model or self.model).parameters():
+                if parameter.requires_grad:
+                    groups[parameter.dim() <= 1, mesh_of(parameter)].append(parameter)
             self.optimizer = MasterAdamW(
-                [group for group in groups if group["params"]],
+                [
+                    {"params": groups[key], "weight_decay": 0.0 if key[0] else args.weight_decay}
+                    for key in sorted(groups, key=lambda key: key[0])
+                ],
                 lr=args.learning_rate,
                 betas=(args.adam_beta1, args.adam_beta2),
                 eps=args.adam_epsilon,
@@ -307,7 +327,7 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         write_checkpoint_folder(self, partial(super()._save_checkpoint, model, trial))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        write_model(self, Path(output_dir or self.args.output_dir), state_dict)
+        write_model(self, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         load_trained(self, Path(resume_from_checkpoint))
@@ -328,12 +348,17 @@ def load_trainable(folder: Path, args: ContrastiveConfig, router: RouterSettings
     """
     # the classes of this package stand in for the copies in the repository, so that fixes reach old repositories
     classes = {"sentence_transformer_moemb.MoEMBTransformer": MoEMBTransformer}
-    model = SentenceTransformer._load_with_module_classes(
-        str(folder),
-        classes,
-        device="cpu" if args.use_cpu else None,
-        model_kwargs={"dtype": getattr(torch, args.weights_dtype)},
-    )
+    check_architecture(MoEMBConfig.from_pretrained(str(folder)), args)
+    with loading_for_adapters(args):
+        model = SentenceTransformer._load_with_module_classes(
+            str(folder),
+            classes,
+            device="cpu" if args.use_cpu else None,
+            model_kwargs={"dtype": getattr(torch, args.weights_dtype), **distributed_kwargs(args)},
+        )
+    divide_gradients_once(model[0].model, args)
+    # `Trainer` asks the model it is given, which here is the one around the backbone
+    model.is_distributed_loading_by_transformers = args.distributed is not None
     condition_routers(model[0].model, model[0].processor, router, list(args.train_datasets))
     prepare_trainable(model[0].model, args)
     return model

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from .contrastive_config import ContrastiveConfig
+from .distributed import gather_adapters, whole_modules
 from .errors import MoEMBError
 
 
@@ -84,8 +85,10 @@ def prepare_trainable(model: nn.Module, args: ContrastiveConfig) -> None:
     """
     model.requires_grad_(False)
     if args.tuning == "lora":
-        with _quiet_about_parameters():
-            model.add_adapter(lora_config(model, args), ADAPTER)
+        config = lora_config(model, args)
+        with _quiet_about_parameters(), whole_modules(model, config.modules_to_save or ()):
+            model.add_adapter(config, ADAPTER)
+        gather_adapters(model, adapter_names(model))
     else:
         for name, parameter in model.named_parameters():
             frozen = {"vision tower": not args.train_vision, "router": not args.train_router}
@@ -205,18 +208,31 @@ def trainable_table(model: nn.Module) -> str:
     return "\n".join([*lines, f"trained: {100 * sums[1] / max(1, sums[0]):.2f} % of the number of weights"])
 
 
-def save_adapter(model: nn.Module, folder: Path, base: str, state: dict | None = None) -> None:
+def adapter_names(model: nn.Module) -> list[str]:
+    """The parameters of a model's adapters, and of its modules that are trained beside them."""
+    return [name for name, _ in model.named_parameters() if is_adapter(name) or ".modules_to_save." in name]
+
+
+def save_adapter(model: nn.Module, folder: Path, base: str) -> None:
     """
     Writes the adapter in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
 
     Args:
-        model (`MoEMBModel`): The model with the adapter.
+        model (`MoEMBModel`): The model with the adapter; its other weights may be spread over processes.
         folder (`Path`): Where to; made when it is not there.
         base (`str`): What the model was loaded from. Of a folder only the name is written.
-        state (`dict`, *optional*): Weights to write instead of the model's, by its names.
     """
-    model.save_pretrained(folder, state_dict=state)
-    path = Path(folder) / "adapter_config.json"
+    from safetensors.torch import save_file
+
+    # `save_pretrained` would gather all weights of a model that is spread over processes
+    state = {name: model.get_parameter(name).detach() for name in adapter_names(model)}
+    weights = model.get_adapter_state_dict(ADAPTER, state_dict=state)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    named = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    path = folder / "adapter_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = portable_name(base)
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

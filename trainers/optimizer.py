@@ -4,11 +4,14 @@ Pure bfloat16 weights run twice as fast through AMX as autocast's casts on every
 2 ** -8 of a weight is lost in them. So the optimizer keeps the float32 weights and writes their rounding to the model.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from .distributed import mesh_of, whole
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -56,7 +59,18 @@ class MasterAdamW(torch.optim.AdamW):
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Gathers the gradients and scales them so that their joint norm is at most `max_norm`; returns the norm."""
         self.gather_gradients()
-        return nn.utils.clip_grad_norm_(self.masters, max_norm)
+        meshes: dict = defaultdict(list)
+        for master in self.masters:
+            if master.grad is not None:
+                meshes[mesh_of(master)].append(master)
+        if set(meshes) <= {None}:
+            return nn.utils.clip_grad_norm_(self.masters, max_norm)
+        # norms and products take tensors that are spread over the same processes only
+        norms = [nn.utils.get_total_norm([master.grad for master in masters]) for masters in meshes.values()]
+        norm = torch.linalg.vector_norm(torch.stack([whole(part) for part in norms]))
+        for masters in meshes.values():
+            nn.utils.clip_grads_with_norm_(masters, max_norm, norm)
+        return norm
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -64,7 +78,7 @@ class MasterAdamW(torch.optim.AdamW):
         result = super().step(closure)
         super().zero_grad()  # a parameter that is frozen in the next step must not be moved by this one's gradient
         self.updates += 1
-        torch._foreach_copy_(self.model_parameters, self.masters)
+        self._write(self.masters)
         if self.ema:
             decay = min(self.ema_decay, (1 + self.updates) / (10 + self.updates))
             torch._foreach_lerp_(self.ema, [master.detach() for master in self.masters], 1.0 - decay)
@@ -88,7 +102,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _write(self, weights: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(self.model_parameters, [weight.detach() for weight in weights])
+        _copy(self.model_parameters, [weight.detach() for weight in weights])
 
     def state_dict(self) -> dict:
         """AdamW's state plus `masters`, `ema` and `updates`: all that an exact continuation needs."""
@@ -117,7 +131,16 @@ class MasterAdamW(torch.optim.AdamW):
             )
         super().load_state_dict(state)
         with torch.no_grad():
-            torch._foreach_copy_(self.masters, list(masters))
+            _copy(self.masters, list(masters))
             if self.ema_decay:
                 self.ema = [average.clone() for average in (ema or masters)]
         self._write(self.masters)
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies tensors, at once where they are not spread over processes."""
+    if all(mesh_of(target) is None for target in targets):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

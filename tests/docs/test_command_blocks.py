@@ -82,6 +82,7 @@ SMALL = {
     "moemb bench --config": "--quick --no-plots --output bench",
     "moemb quickstart": "",
     "moemb encode": "",
+    "moemb plan": "--architecture Qwen/Qwen3.5-35B-A3B/config.json --devices 1 2",
     "moemb serving": "--python vllm/python --items 2 --dtype float32",
     "moemb publish": "--allow-dirty --no-kernels",
 }

@@ -1,5 +1,6 @@
 """The recipes of the large models hold the paper's protocol and parse; accelerate takes its configuration."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,25 @@ def test_the_papers_protocol(folder, rate, tmp_path):
     assert {entry.layout for entry in settings} == {"mmeb"}
 
 
-def test_accelerate_takes_its_configuration():
-    config = load_config_from_file(str(RECIPES / "accelerate/ddp.yaml"))
-    assert (str(config.distributed_type.value), config.num_processes) == ("MULTI_GPU", 8)
+@pytest.mark.parametrize(
+    ("name", "machines", "processes"),
+    [("ddp", 1, 8), ("fsdp2", 1, 8), ("fsdp2-ep", 2, 16)],
+    ids=lambda value: str(value),
+)
+def test_accelerate_takes_its_configuration(name, machines, processes):
+    config = load_config_from_file(str(RECIPES / f"accelerate/{name}.yaml"))
+    assert (str(config.distributed_type.value), config.num_processes) == ("MULTI_GPU", processes)
+    assert config.num_machines == machines
     assert config.mixed_precision == "no"  # the recipe's weights_dtype decides
+
+
+@pytest.mark.parametrize(("name", "processes"), [("fsdp2", 8), ("fsdp2-ep", 16)])
+def test_the_sizes_named_beside_them_are_possible(name, processes, tmp_path, monkeypatch):
+    """The command in the file's head, as one of its processes reads it."""
+    text = (RECIPES / f"accelerate/{name}.yaml").read_text()
+    sizes = re.search(r"--distributed '(.*)'", text).group(1)
+    monkeypatch.setattr(ContrastiveConfig, "world_size", processes)
+    overrides = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--distributed", sizes]
+    path = RECIPES / "qwen3.5-35b-a3b/contrastive.yaml"
+    config, _ = load_recipe(path, ContrastiveConfig, RouterSettings, overrides=overrides, extra_keys=("method",))
+    assert config.distributed == {"fsdp_size": processes, "ep_size": 8 if "ep" in name else 1}
