@@ -74,7 +74,7 @@ void product_columns(const Product& p, int64_t rows, int64_t column) {
 }
 
 // `columns` is a multiple of 16.
-void product(const Product& p, int64_t rows, int64_t columns) {
+[[maybe_unused]] void product(const Product& p, int64_t rows, int64_t columns) {
   int64_t column = 0;
   for (; column + 4 * kLanes <= columns; column += 4 * kLanes) product_columns<6, 4>(p, rows, column);
   switch ((columns - column) / kLanes) {

@@ -342,7 +342,7 @@ extern "C" int moemb_cpu_attention_amx(const MoembAttention* inputs, void* outpu
     }
     const TileConfig config;
     _tile_loadconfig(&config);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t index = 0; index < count; ++index) {
       if (ready) attend_task(*inputs, tasks[count - 1 - index], work, static_cast<Bf16*>(output), log_sum);
     }

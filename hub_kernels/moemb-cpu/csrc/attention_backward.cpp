@@ -188,7 +188,7 @@ int backward(const MoembAttention& inputs, const T* output, const float* log_sum
 #pragma omp atomic write
       failed = true;
     }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t index = 0; index < count; ++index) {
       if (!ready) continue;
       backward_task(inputs, tasks[index], queries, work, output, log_sum, grad_output, grad_query, grad_key,

@@ -149,7 +149,7 @@ int attend(const MoembAttention& inputs, T* output, float* log_sum) {
 #pragma omp atomic write
       failed = true;
     }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t index = 0; index < count; ++index) {
       // the longest blocks of a causal segment come last in the list and are started first
       if (ready) attend_task(inputs, tasks[count - 1 - index], work, output, log_sum);

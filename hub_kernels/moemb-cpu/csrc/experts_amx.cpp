@@ -181,13 +181,15 @@ void run_pieces(const Range& range, int64_t pieces, char* panels, char* acts, ch
   }
 #pragma omp for schedule(dynamic, 1)
   for (int64_t task = 0; task < tasks; ++task) {
+    if (space == nullptr) continue;
     const int64_t b = task / pieces, piece = task % pieces, first = range.first_tile(b);
     const int64_t from = cut(range.inner_blocks, piece, pieces, kStep, p.intermediate);
     const int64_t to = cut(range.inner_blocks, piece + 1, pieces, kStep, p.intermediate);
     up(range, plan.blocks[b], panels + range.panel_bytes(first), acts + range.act_bytes(first), from, to, space);
   }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
   for (int64_t task = 0; task < tasks; ++task) {
+    if (space == nullptr) continue;
     const int64_t b = task / pieces, piece = task % pieces;
     const int64_t from = cut(range.hidden_blocks, piece, pieces, kStep, p.hidden);
     const int64_t to = cut(range.hidden_blocks, piece + 1, pieces, kStep, p.hidden);
@@ -197,8 +199,9 @@ void run_pieces(const Range& range, int64_t pieces, char* panels, char* acts, ch
 
 // Enough blocks: each is one thread's from the gathering to the last product.
 void run_blocks(const Range& range, char* panel, char* act, char* space) {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
   for (int64_t b = 0; b < range.plan.block_count; ++b) {
+    if (space == nullptr) continue;
     const Block& block = range.plan.blocks[b];
     pack(range, block, panel);
     up(range, block, panel, act, 0, range.problem.intermediate, space);
@@ -239,20 +242,19 @@ int forward(const Experts& p) {
 #pragma omp atomic write
       failed = 1;
     }
+    char* space = panel == nullptr ? nullptr : panel + own;
+    // Threads meet as rarely as they can: each meeting waits for one that another process keeps from running. So one
+    // without memory takes its turns, too, and leaves them undone.
+    if (pieces > 1) {
+      run_pieces(range, pieces, shared, shared + range.panel_bytes(shared_tiles), space);
+    } else {
+      run_blocks(range, panel, panel + range.panel_bytes(own_tiles), space);
+    }
+    if (range.stream) _mm_sfence();
 #pragma omp barrier
-    if (!failed) {
-      char* space = panel + own;
-      if (pieces > 1) {
-        run_pieces(range, pieces, shared, shared + range.panel_bytes(shared_tiles), space);
-      } else {
-        run_blocks(range, panel, panel + range.panel_bytes(own_tiles), space);
-      }
-      if (range.stream) _mm_sfence();
-#pragma omp barrier
-#pragma omp for schedule(static)
-      for (int64_t token = 0; token < p.tokens; ++token) {
-        combine(p, range.outputs, static_cast<Bf16*>(p.output), token);
-      }
+#pragma omp for schedule(dynamic, kCombined) nowait
+    for (int64_t token = 0; token < p.tokens; ++token) {
+      combine(p, range.outputs, static_cast<Bf16*>(p.output), token);
     }
   }
   return failed ? MOEMB_NO_MEMORY : MOEMB_OK;

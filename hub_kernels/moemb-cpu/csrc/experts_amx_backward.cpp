@@ -79,18 +79,17 @@ int experts_backward_amx(const Experts& p) {
 #pragma omp atomic write
       failed = 1;
     }
-#pragma omp barrier
-    if (!failed) {
+    // a thread without memory takes its turns and leaves them undone: see experts_amx.cpp
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t b = 0; b < plan.block_count; ++b) {
+      if (memory == nullptr) continue;
       Bf16* grads = reinterpret_cast<Bf16*>(memory);
       Bf16* row_grads = reinterpret_cast<Bf16*>(memory + grads_bytes);
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t b = 0; b < plan.block_count; ++b) {
-        backward_block(p, plan, plan.blocks[b], outputs, grads, row_grads, memory + grads_bytes + inner_bytes);
-      }
-#pragma omp for schedule(static)
-      for (int64_t token = 0; token < p.tokens; ++token) {
-        combine(p, outputs, static_cast<Bf16*>(p.grad_states), token);
-      }
+      backward_block(p, plan, plan.blocks[b], outputs, grads, row_grads, memory + grads_bytes + inner_bytes);
+    }
+#pragma omp for schedule(dynamic, kCombined) nowait
+    for (int64_t token = 0; token < p.tokens; ++token) {
+      combine(p, outputs, static_cast<Bf16*>(p.grad_states), token);
     }
   }
   return failed ? MOEMB_NO_MEMORY : MOEMB_OK;

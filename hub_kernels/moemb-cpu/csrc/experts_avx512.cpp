@@ -190,11 +190,13 @@ void run_pieces(const Range<T>& range, int64_t pieces, int64_t most, float* shar
   for (int64_t b = 0; b < plan.block_count; ++b) pack(range, plan.blocks[b], space_of(b).panel);
 #pragma omp for schedule(dynamic, 1)
   for (int64_t task = 0; task < tasks; ++task) {
+    if (scratch == nullptr) continue;
     const int64_t b = task / pieces, piece = task % pieces;
     up(range, plan.blocks[b], space_of(b), inner_units * piece / pieces, inner_units * (piece + 1) / pieces);
   }
 #pragma omp for schedule(dynamic, 1)
   for (int64_t task = 0; task < tasks; ++task) {
+    if (scratch == nullptr) continue;
     const int64_t b = task / pieces, piece = task % pieces;
     down(range, plan.blocks[b], space_of(b), hidden_units * piece / pieces, hidden_units * (piece + 1) / pieces);
   }
@@ -205,6 +207,7 @@ void run_blocks(const Range<T>& range, bool backward, const Space& space) {
   const Experts& p = range.problem;
 #pragma omp for schedule(dynamic, 1)
   for (int64_t b = 0; b < range.plan.block_count; ++b) {
+    if (space.panel == nullptr) continue;
     const Block& block = range.plan.blocks[b];
     if (backward) {
       backward_block(range, block, space);
@@ -244,15 +247,13 @@ int run(const Experts& p, bool backward) {
 #pragma omp atomic write
       failed = 1;
     }
-#pragma omp barrier
-    if (!failed) {
-      const Space space = {memory, memory + rows * p.hidden, memory + block_floats};
-      if (pieces > 1) run_pieces(range, pieces, most, shared, space.scratch);
-      else run_blocks(range, backward, space);
-#pragma omp for schedule(static)
-      for (int64_t token = 0; token < p.tokens; ++token) {
-        combine(p, range.outputs, static_cast<T*>(backward ? p.grad_states : p.output), token);
-      }
+    // a thread without memory takes its turns and leaves them undone: see experts_amx.cpp
+    const Space space = {memory, memory + rows * p.hidden, memory + block_floats};
+    if (pieces > 1) run_pieces(range, pieces, most, shared, memory == nullptr ? nullptr : space.scratch);
+    else run_blocks(range, backward, space);
+#pragma omp for schedule(dynamic, kCombined) nowait
+    for (int64_t token = 0; token < p.tokens; ++token) {
+      combine(p, range.outputs, static_cast<T*>(backward ? p.grad_states : p.output), token);
     }
   }
   return failed ? MOEMB_NO_MEMORY : MOEMB_OK;

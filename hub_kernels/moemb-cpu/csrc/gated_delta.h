@@ -299,7 +299,7 @@ int run_tasks(const MoembGatedDelta& p, size_t floats, bool empty_too, Scratch& 
 #pragma omp atomic write
       failed = 1;
     }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t t = 0; t < tasks; ++t) {
       const Ordered& segment = order[t / p.key_heads];
       if (workspace != nullptr && (segment.length > 0 || empty_too)) task(workspace, segment.segment, t % p.key_heads);

@@ -58,6 +58,9 @@ struct Linear {
   void* target;        // [rows, outputs]; backward: [rows, inputs]
 };
 
+// Tokens whose rows are added by one thread at a time.
+constexpr int kCombined = 16;
+
 // ---- gemm_plan.cpp ------------------------------------------------------------------------------------------------
 
 // Blocks of at most `most` rows, whose sizes are multiples of `step` but for an expert's last. MOEMB_BAD_ARGUMENT when

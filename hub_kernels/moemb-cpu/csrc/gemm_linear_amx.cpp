@@ -62,7 +62,7 @@ int run(const Linear& p, const Cut& cut, int64_t units, size_t panel_bytes, size
 #pragma omp atomic write
       failed = 1;
     }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t number = 0; number < tasks; ++number) {
       const int64_t first = number / cut.pieces * cut.rows, piece = number % cut.pieces;
       const int64_t count = p.rows - first < cut.rows ? p.rows - first : cut.rows;

@@ -61,7 +61,7 @@ int run(const Linear& p, int64_t width, int64_t units, int64_t extra_rows, Task 
 #pragma omp atomic write
       failed = 1;
     }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t number = 0; number < tasks; ++number) {
       const int64_t first = number / pieces * rows, piece = number % pieces;
       const int64_t count = p.rows - first < rows ? p.rows - first : rows;
