@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,9 +108,20 @@ def run_mini(args: argparse.Namespace, method: str) -> int:
     if config.init_from:
         config.init_from = os.path.expanduser(os.path.expandvars(config.init_from))
     if args.publish:
-        print(f"published: {publish(config.output_dir, args.publish)}", file=sys.stderr)
+        folder = publish(config.output_dir, args.publish)
+        print(f"published: {folder}", file=sys.stderr)
+        print(f"learning curve: {write_results(folder, args)}", file=sys.stderr)
         return 0
     return run_trainer(build_trainer(config, load_corpus(config.corpus)), args)
+
+
+def write_results(checkpoint: Path, args: argparse.Namespace) -> Path:
+    """The learning curve of a published checkpoint: into `results/` beside a folder called `checkpoint`, else in it."""
+    from .learning_curve import write_curve
+
+    folder = (checkpoint.parent if checkpoint.name == "checkpoint" else checkpoint) / "results"
+    command = shlex.join(["moemb", "train", "--config", args.config, "--publish", args.publish])
+    return write_curve(checkpoint / "log.jsonl", folder, command, "moemb-mini")
 
 
 def run_trainer(trainer, args: argparse.Namespace) -> int:

@@ -56,6 +56,9 @@ def check_publishing(tmp_path, recipe):
     assert record["step"] in (2, 4) and "eval_score" in record
     assert [entry["command"].split()[-1] for entry in record["commands"]] == ["2", "4"]
     assert "eval_score" in (target / "log.jsonl").read_text()
+    curve = json.loads((target / "results" / "learning-curve.json").read_text())
+    assert [row["step"] for row in curve["validation"]][-1] == 4 and record["step"] == curve["best"]["step"]
+    assert curve["best"]["score"] == record["eval_score"]
     repository = assemble_checkpoint(target, tmp_path / "repository")
     assert (repository / "modules.json").is_file() and (repository / "model.safetensors").is_file()
 
