@@ -92,9 +92,9 @@ def markdown(found: dict[str, Any], rows_at_most: int = 16) -> str:
         for row in shown
     ]
     about = (
-        "Validation sets hold families of concepts that were not trained on; R@10 of each, and the score that chooses "
-        "the checkpoint, the mean of their reciprocal ranks. Per cent. The shipped step is in bold. CPU-hours are those of "
-        "the entries that have them: the first steps were logged without."
+        "Validation sets hold families of concepts that were not trained on: R@10 of each, and the score that chooses "
+        "the checkpoint, the mean of their reciprocal ranks. Per cent. The shipped step is in bold; CPU-hours stand "
+        "where they were logged."
     )
     return "\n".join([f"# Learning curve of {found['title']}", "", about, "", *report.markdown_table(table)]) + "\n"
 

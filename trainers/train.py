@@ -116,7 +116,7 @@ def run_mini(args: argparse.Namespace, method: str) -> int:
 
 
 def write_results(checkpoint: Path, args: argparse.Namespace) -> Path:
-    """The learning curve of a published checkpoint: into `results/` beside a folder called `checkpoint`, else in it."""
+    """Writes the learning curve of a checkpoint into `results/` in it, or beside it when it is called `checkpoint`."""
     from .learning_curve import write_curve
 
     folder = (checkpoint.parent if checkpoint.name == "checkpoint" else checkpoint) / "results"
