@@ -1,4 +1,4 @@
-"""Trains two steps in a process of its own and writes how much memory they took. Started by the tests."""
+"""Trains a step in a process of its own and writes how much memory they took. Started by the tests."""
 
 import gc
 import json

@@ -180,22 +180,21 @@ WIDE = {
 }  # fmt: skip
 TRAININGS = {
     "full": {"tuning": "full", "mini_batch_tokens": 2048},
-    "lora, blocks run again": {"lora_rank": 16, "gradient_checkpointing": True, "mini_batch_tokens": 8192},
-    "lora, bfloat16": {"lora_rank": 16, "weights_dtype": "bfloat16", "mini_batch_tokens": 4096},
+    "lora, blocks run again": {"lora_rank": 16, "gradient_checkpointing": True, "mini_batch_tokens": 4096},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", TRAININGS)
 def test_a_plan_agrees_with_what_a_process_takes(tmp_path, tiny_settings, repository, training, monkeypatch):
-    """Within 15 %: what two steps add to a process' resident memory, and the plan's peak."""
+    """Within 15 %: what a step adds to a process' resident memory, and the plan's peak."""
     wide = {**tiny_settings, "text_config": tiny_settings["text_config"] | WIDE}
     wide["vision_config"] = tiny_settings["vision_config"] | {"out_hidden_size": 256}
     model = write_repository(tmp_path / "wide", wide)
     rows = [{"query": f"which word is {n} " * 6, "positive": f"the word {n} is meant " * 6} for n in range(128)]
     data = {"pairs": {"path": "json", "data_files": str(write_jsonl(tmp_path / "pairs.jsonl", rows))}}
-    usual = {**SETTINGS, "save_strategy": "no", "train_datasets": data, "batch_size": 64, "hard_negatives": 0}
-    usual |= {"max_steps": 2, "lora_alpha": 32, **TRAININGS[training]}
+    usual = {**SETTINGS, "save_strategy": "no", "train_datasets": data, "batch_size": 32, "hard_negatives": 0}
+    usual |= {"max_steps": 1, "lora_alpha": 32, **TRAININGS[training]}
     warm, given = tmp_path / "warm.yaml", tmp_path / "given.yaml"
     small = {"batch_size": 8, "mini_batch_tokens": 512, "output_dir": str(tmp_path / "w"), "model": str(repository)}
     warm.write_text(yaml.safe_dump({**usual, **small}))
