@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import av
 import pytest
 from mteb.mocks import ALL_MOCK_TASK_TEST_GRID
 
@@ -22,20 +20,11 @@ KINDS = {task.metadata.name: set(task.metadata.modalities) for task in ALL_MOCK_
 OURS = {name for name, kinds in KINDS.items() if kinds <= {"text", "image", "video"}}
 
 
-def ffmpeg_libraries(folder: Path) -> Path:
-    """FFmpeg under the names that torchcodec, with which mteb reads video, looks for: the copy inside PyAV."""
-    folder.mkdir()
-    for path in (Path(av.__file__).parents[1] / "av.libs").glob("*.so.*"):
-        if found := re.match(r"(lib(?:av|sw)\w+)-\w+\.so\.(\d+)\.", path.name):
-            (folder / f"{found[1]}.so.{found[2]}").symlink_to(path)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory, tiny_settings):
     base, processor = tmp_path_factory.mktemp("mocks"), lean_processor()
     folder = assemble_repository(base / "tiny", model=build(tiny_settings, processor), processor=processor)
-    environment = os.environ | {"LD_LIBRARY_PATH": str(ffmpeg_libraries(base / "lib")), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tests.trainers.mteb_mocks", str(folder), str(base)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -54,10 +43,10 @@ def test_every_task_of_a_kind_passes(scores, wrapper, kind):
 
 @pytest.mark.slow
 def test_both_wrappers_score_the_same(scores):
-    """Only sound is beyond the model. Tasks with an instruction, and the choice of frames, may give other scores."""
+    """Texts alone: the pictures of the mock tasks are others in each run. Only sound is beyond the model."""
     assert {name for name, said in scores["ours"].items() if said is None} == KINDS.keys() - OURS
     asked = {task.metadata.name for task in ALL_MOCK_TASK_TEST_GRID if task.metadata.prompt}
-    same = {name for name in OURS if "video" not in KINDS[name] and name not in asked}
-    assert len(same) >= 30
+    same = {name for name in OURS if KINDS[name] == {"text"} and name not in asked}
+    assert len(same) >= 20
     differing = {n: (scores["ours"][n], scores["plain"][n]) for n in same if scores["ours"][n] != scores["plain"][n]}
     assert differing == {}
