@@ -36,6 +36,7 @@ def test_verbs():
     assert list(cli.VERBS) == [
         "data",
         "train",
+        "plan",
         "evaluate",
         "bench",
         "convert",
