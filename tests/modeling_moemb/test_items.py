@@ -176,7 +176,7 @@ class TestItems:
             (None, "it is None"),
             (5, r"the number 5; to embed it as text, pass str\(5\)"),
             (float("nan"), "the number nan"),
-            (object(), "it is a object"),
+            pytest.param(object(), "it is a object", id="object"),  # its own name holds an address
             ({}, "empty mapping"),
             ([], "empty list"),
             ({"txt": "a"}, r"unknown keys \['txt'\]"),

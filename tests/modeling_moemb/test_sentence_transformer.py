@@ -204,7 +204,7 @@ class TestErrors:
             {"image": "https://example.org/a.png"},
             {"text": "a", "image": None},
             b"rubbish",
-            object(),
+            pytest.param(object(), id="object"),  # its own name holds an address
             {"txt": "a"},
             [],
         ],
