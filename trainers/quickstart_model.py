@@ -1,11 +1,10 @@
 """Where moemb-mini comes from: the trained checkpoint of this repository, assembled into a model repo in the cache.
 
 The assembled folder carries the hash of what it was made from in its name, so it is made once, and again only when the
-checkpoint, the model code or transformers changed.
+checkpoint or the model code changed.
 """
 
 import hashlib
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,6 @@ def _source_hash(checkpoint: Path) -> str:
     from . import repository
 
     digest = hashlib.sha256(folder_fingerprint(checkpoint).encode())
-    digest.update(version("transformers").encode())  # the folder demands the series that it was assembled by
     sources = sorted(Path(modeling_moemb.__file__).parent.glob("*.py"))
     for path in [*sources, Path(repository.__file__)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

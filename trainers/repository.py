@@ -319,7 +319,6 @@ def _sentence_transformers_files(dimension: int, prompts: dict, default: str | N
     ]
     if not plain:
         first |= {"type": "sentence_transformer_moemb.MoEMBTransformer", "kwargs": ["adaptive_compute", "router_task"]}
-    series = ".".join(version("transformers").split(".")[:2])
     return {
         "modules.json": modules,
         "sentence_bert_config.json": {
@@ -345,11 +344,13 @@ def _sentence_transformers_files(dimension: int, prompts: dict, default: str | N
             "default_prompt_name": default,
             "similarity_fn_name": "cosine",
             "requirements": {
-                "transformers": f"~={series}.0" if not plain else ">=5.2",
+                "transformers": _TESTED if not plain else ">=5.2",
                 "sentence-transformers": ">=6.2",
             },
         },
     }
 
 
+# The releases of transformers that the model's own code is tested with, the pinned one and the newest.
+_TESTED = ">=5.22,<6"
 _VERSIONS = {"sentence_transformers": "sentence-transformers", "transformers": "transformers", "pytorch": "torch"}
