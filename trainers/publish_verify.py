@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,12 @@ def reference(
     return vectors
 
 
+def fresh_reference(*args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+    """[`reference`] in a process of its own: what was switched in this one (kernels, threads) does not count."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(reference, *args, **kwargs).result()
+
+
 def verify(source: Path, trees: Sequence[Tree], adapter: Path | None = None, device: str | None = None) -> list[dict]:
     """
     Compares every tree that holds weights with the source.
@@ -125,7 +133,7 @@ def verify(source: Path, trees: Sequence[Tree], adapter: Path | None = None, dev
     """
     rows = []
     base = next(tree for tree in trees if tree.kind == "model")
-    wanted = reference(source, device)
+    wanted = fresh_reference(source, device)
     with tempfile.TemporaryDirectory(prefix="moemb-verify-") as name:
         scratch = Path(name)
         for tree in trees:
@@ -136,13 +144,13 @@ def verify(source: Path, trees: Sequence[Tree], adapter: Path | None = None, dev
             elif tree.kind == "plain":
                 dtype = "float32" if _weight_bytes(source) <= FLOAT32_UP_TO else None
                 request |= {"routes": ["sentence_transformers"], "trust_remote_code": False, "text_only": True}
-                full = reference(source, device, dtype=dtype, full_compute=True)
+                full = fresh_reference(source, device, dtype=dtype, full_compute=True)
                 rows.append(_compare_cosine(tree, probe(request | {"dtype": dtype}, scratch), full, dtype))
             elif tree.kind == "adapter":
                 request |= {
                     "folder": str(base.folder), "adapter": str(tree.folder), "routes": ["sentence_transformers"]
                 }  # fmt: skip
-                rows.append(_compare_bits(tree, probe(request, scratch), reference(source, device, adapter)))
+                rows.append(_compare_bits(tree, probe(request, scratch), fresh_reference(source, device, adapter)))
     return rows
 
 

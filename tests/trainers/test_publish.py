@@ -19,7 +19,7 @@ from moemb.trainers.publish_card import CardError, check_card, cited, render_car
 from moemb.trainers.publish_checks import check_tree, open_tree
 from moemb.trainers.publish_manifest import write_manifest
 from moemb.trainers.publish_sources import PublishError, check_id
-from moemb.trainers.publish_verify import probe, reference
+from moemb.trainers.publish_verify import fresh_reference, probe
 
 from .publish_cases import RECIPE, dial, evaluation, make_checkpoint, to_hub_cache
 
@@ -370,7 +370,7 @@ def test_moved_elsewhere_it_loads_by_path_and_by_id(dry, checkpoint, tmp_path, m
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    wanted = reference(checkpoint)
+    wanted = fresh_reference(checkpoint)
     request = {"trust_remote_code": True, "routes": ["sentence_transformers", "auto", "mteb"]}
     for source in (str(moved / "models" / MODEL), MODEL):
         found = probe(request | {"folder": source}, scratch)
@@ -384,7 +384,7 @@ def test_moved_elsewhere_it_loads_by_path_and_by_id(dry, checkpoint, tmp_path, m
     plain = probe(
         {"folder": PLAIN, "trust_remote_code": False, "text_only": True, "routes": ["sentence_transformers"]}, scratch
     )
-    expected = reference(checkpoint, full_compute=True)["encode"]
+    expected = fresh_reference(checkpoint, full_compute=True)["encode"]
     # not 1e-5: heads are filled up, and small states feel the epsilon of the other norms, see test_publish_heads
     assert (plain["sentence_transformers/encode"] * expected).sum(1) == pytest.approx(1, abs=1e-5)
     assert os.environ["HF_HUB_OFFLINE"] == "1"

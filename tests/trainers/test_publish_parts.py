@@ -20,7 +20,7 @@ from moemb.trainers.publish_checks import check_tree, open_tree
 from moemb.trainers.publish_kernels import choose_kernels, kernel_card, kernel_reports, measured_part
 from moemb.trainers.publish_sources import PublishError, SourceState, source_state
 from moemb.trainers.publish_upload import version_branch
-from moemb.trainers.publish_verify import probe, reference
+from moemb.trainers.publish_verify import fresh_reference, probe
 
 from .publish_cases import make_checkpoint, to_hub_cache
 
@@ -83,8 +83,8 @@ def test_an_adapter_points_at_the_published_base(checkpoint, adapter, tmp_path, 
     (tmp_path / "scratch").mkdir()
     request = {"folder": MODEL, "adapter": ADAPTER, "trust_remote_code": True, "routes": ["sentence_transformers"]}
     found = probe(request, tmp_path / "scratch")["sentence_transformers/encode"]
-    np.testing.assert_array_equal(found, reference(checkpoint, adapter=adapter)["encode"])
-    assert np.abs(found - reference(checkpoint)["encode"]).max() > 1e-3, "the adapter does something"
+    np.testing.assert_array_equal(found, fresh_reference(checkpoint, adapter=adapter)["encode"])
+    assert np.abs(found - fresh_reference(checkpoint)["encode"]).max() > 1e-3, "the adapter does something"
 
 
 @pytest.mark.slow
