@@ -118,7 +118,6 @@ def report(study: Study, ranks: dict, tasks: list[SweepTask], seeds: list[int], 
 
 def write(result: dict[str, Any], output: Path) -> None:
     """`results.json`, `results.md` and `results.png`, each by rename."""
-    output.mkdir(parents=True, exist_ok=True)
     for name, text in (("results.json", json.dumps(result, indent=2) + "\n"), ("results.md", markdown(result))):
         write_atomically(output / name, text)
     with whole_file(output / "results.png") as partial:

@@ -13,6 +13,7 @@ from typing import Any
 from modeling_moemb import kernels_report
 
 from .errors import MoEMBError
+from .files import put_in_place
 
 
 COMMANDS = "commands.jsonl"
@@ -107,7 +108,6 @@ def _draft(folder: Path) -> Path:
 
 
 def _finish(draft: Path, folder: Path, tokenizer, record: dict[str, Any]) -> None:
-    from .files import put_in_place
     from .repository import mini_processor
 
     mini_processor(tokenizer).save_pretrained(draft)

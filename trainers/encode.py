@@ -7,12 +7,10 @@ order, writes the same file; a run that was stopped makes what is missing. Memor
 import argparse
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .files import write_atomically
+from .files import held, write_atomically
 
 
 HELP = "encode a corpus (files, Parquet, a datasets source) to Parquet shards of ids and vectors"
@@ -202,11 +200,10 @@ def encode(settings: Any, source: Any, identity: str, *, workers: int = 1, ray: 
     """
     from tqdm.auto import tqdm
 
-    from .encode_shards import read_result
+    from .encode_shards import EncodeError, read_result
 
     output = Path(settings.output)
-    output.mkdir(parents=True, exist_ok=True)
-    with _locked(output):
+    with held(output, EncodeError(f"another process encodes into {output}; wait for it or choose another one")):
         plan = _plan(settings, source, identity, output)
         shards = plan["shards"]
         done = {shard: result for shard in range(shards) if (result := read_result(output, shard, shards))}
@@ -312,21 +309,3 @@ def _sweep(output: Path) -> None:
     for folder in ("shards", "failures"):
         for path in (output / folder).glob(".shard-*"):
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """One run at a time in an output folder, as far as its file system knows locks."""
-    from .encode_shards import EncodeError
-
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with (output / ".lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EncodeError(f"another process encodes into {output}; wait for it or choose another one") from None
-        yield

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -42,3 +44,24 @@ def put_in_place(draft: Path, target: Path) -> None:
         target.rename(old)
     draft.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def held(folder: Path, busy: Exception) -> Iterator[None]:
+    """
+    Holds an output folder, so that one run at a time writes into it, as far as its file system knows locks.
+
+    Args:
+        folder (`Path`): the folder; made if need be.
+        busy (`Exception`): raised when another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise busy from None
+    try:
+        yield
+    finally:
+        lock.release()

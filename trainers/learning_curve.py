@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from . import benchmark_report as report
+from .evaluation_report import percent
 from .files import write_atomically
 
 
@@ -88,7 +89,7 @@ def markdown(found: dict[str, Any], rows_at_most: int = 16) -> str:
     table = [
         {"step": f"**{row['step']}**" if row is best else f"{row['step']}"}
         | {"CPU-hours": "" if row["cpu_hours"] is None else f"{row['cpu_hours']:.2f}", "score": percent(row["score"])}
-        | {name: percent(row["sets"].get(name)) for name in names}
+        | {name: percent(row["sets"][name]) if name in row["sets"] else "" for name in names}
         for row in shown
     ]
     about = (
@@ -97,10 +98,6 @@ def markdown(found: dict[str, Any], rows_at_most: int = 16) -> str:
         "where they were logged."
     )
     return "\n".join([f"# Learning curve of {found['title']}", "", about, "", *report.markdown_table(table)]) + "\n"
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}"
 
 
 def drawing(found: dict[str, Any]):

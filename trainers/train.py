@@ -6,11 +6,11 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 from .errors import MoEMBError
+from .files import held
 
 
 HELP = "train as a recipe says: contrastive, adaptive, grpo; pretrain and mini-contrastive for moemb-mini"
@@ -130,7 +130,9 @@ def run_trainer(trainer, args: argparse.Namespace) -> int:
     from .packed_trainer import newest_checkpoint
 
     config = trainer.args
-    with held(Path(config.output_dir), trainer.is_world_process_zero()):
+    folder = Path(config.output_dir)
+    busy = TrainError(f"another training writes to {folder}: wait until it has ended, or choose another output_dir")
+    with held(folder, busy) if trainer.is_world_process_zero() else nullcontext():
         if trainer.is_world_process_zero():
             record_command(config.output_dir, ["moemb", "train", "--config", args.config, *args.overrides])
         if config.max_steps:
@@ -141,37 +143,6 @@ def run_trainer(trainer, args: argparse.Namespace) -> int:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         print(f"weights: {trainer.export_final()}", file=sys.stderr)
     return 0
-
-
-@contextmanager
-def held(folder: Path, writes: bool) -> Iterator[None]:
-    """
-    Holds a run's folder, so that two trainings do not write into each other's checkpoints.
-
-    Args:
-        folder (`Path`): the run's folder; made if need be.
-        writes (`bool`): whether this process is the one that writes; the others hold nothing.
-
-    Raises:
-        TrainError: another process holds it.
-    """
-    from filelock import FileLock, Timeout
-
-    if not writes:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise TrainError(
-            f"another training writes to {folder}: wait until it has ended, or choose another output_dir"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def keep_freed_memory() -> None:

@@ -1,11 +1,13 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from modeling_moemb import kernels_report
 from moemb.trainers import train
 from moemb.trainers.cli import main
+from moemb.trainers.files import held
 from moemb.trainers.mini_contrastive_config import MiniContrastiveConfig
 from moemb.trainers.pretrain_config import PretrainConfig
 from moemb.trainers.recipe import load_recipe
@@ -104,11 +106,17 @@ def test_freed_memory_is_kept_without_complaint():
 
 def test_two_trainings_do_not_share_a_folder(tmp_path):
     folder = tmp_path / "run"
-    with train.held(folder, True):
+    first, other = (
+        SimpleNamespace(
+            args=SimpleNamespace(output_dir=str(folder), max_steps=0),
+            is_world_process_zero=lambda main=main: main,
+            export_final=lambda: "written",
+        )
+        for main in (True, False)
+    )
+    args = SimpleNamespace(config="recipe.yaml", overrides=[])
+    with held(folder, ValueError("held")):
         with pytest.raises(train.TrainError, match="another training writes to .*run: wait until"):
-            with train.held(folder, True):
-                pass
-        with train.held(folder, False):  # the other processes of the same training
-            pass
-    with train.held(folder, True):
-        assert folder.is_dir()
+            train.run_trainer(first, args)
+        assert train.run_trainer(other, args) == 0  # the other processes of the same training
+    assert train.run_trainer(first, args) == 0
