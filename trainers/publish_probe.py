@@ -72,6 +72,23 @@ def load(request: dict):
     return model
 
 
+def kernels_of(model) -> list[str]:
+    """
+    What computes each operation of a model, `operation on device: source (dtypes), why`, by the model's own code.
+
+    Args:
+        model (`torch.nn.Module`): of any class; without kernels of ours, as a stock model, the list is empty.
+    """
+    package = type(model).__module__.rpartition(".")[0]
+    module = sys.modules.get(f"{package}.kernels_moemb")
+    if module is None:
+        return []
+    return [
+        f"{row.op} on {row.device}: {row.source} ({', '.join(row.dtypes)}), {row.why}"
+        for row in module.kernels_report()
+    ]
+
+
 def by_sentence_transformers(model, items: list) -> dict:
     """Vectors of every side that a user may ask for, one item at a time."""
     sides = {"encode": model.encode, "query": model.encode_query, "document": model.encode_document}
@@ -150,7 +167,8 @@ def main(request: dict) -> int:
     if code:
         raise SystemExit(f"the folder was to run on its own code, but {code[:3]} were imported")
     with open(request["output"], "wb") as stream:
-        np.savez(stream, **{name: np.asarray(value, dtype=np.float32) for name, value in found.items()})
+        arrays = {name: np.asarray(value, dtype=np.float32) for name, value in found.items()}
+        np.savez(stream, kernels=np.asarray(kernels_of(model[0].model), dtype=str), **arrays)
     return 0
 
 

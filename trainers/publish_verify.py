@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,21 @@ LOWEST_COSINE = {"float32": 0.99999, "bfloat16": 0.99, "float16": 0.999}
 FLOAT32_UP_TO = 4 * 2**30
 
 
-def probe(request: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class Embedded:
+    """
+    What a process made of the fixed items.
+
+    Args:
+        vectors (`dict[str, np.ndarray]`): float32 `[items, dim]` by route and side, or by side.
+        kernels (`list[str]`): what computed each operation; empty for a model that has no kernels of ours.
+    """
+
+    vectors: dict[str, np.ndarray]
+    kernels: list[str]
+
+
+def probe(request: dict[str, Any], folder: Path) -> Embedded:
     """
     Vectors of the fixed items, by route and side, from a process that knows only the model's folder.
 
@@ -49,7 +64,8 @@ def probe(request: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         said = "\n".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-25:])
         raise PublishError(f"{request['folder']} does not embed in a fresh process:\n{said}\nNothing was published")
     with np.load(output, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+        vectors = {name: arrays[name] for name in arrays.files if name != "kernels"}
+        return Embedded(vectors, arrays["kernels"].tolist())
 
 
 def reference(
@@ -58,7 +74,7 @@ def reference(
     adapter: Path | None = None,
     dtype: str | None = None,
     full_compute: bool = False,
-) -> dict[str, np.ndarray]:
+) -> Embedded:
     """
     The source's vectors of the fixed items, by the classes of this checkout.
 
@@ -71,7 +87,7 @@ def reference(
             and only the texts that a stock stack reads as we do.
 
     Returns:
-        `dict[str, np.ndarray]`: float32 `[items, dim]` by side: `encode`, `query`, `document`.
+        `Embedded`: vectors by side: `encode`, `query`, `document`.
     """
     import torch
 
@@ -105,10 +121,10 @@ def reference(
                 pooled = model(**features, adaptive_compute=budget, pooled_only=True).pooler_output.float()
             rows.append(publish_probe.unit(pooled).cpu())
         vectors[side] = torch.cat(rows).numpy()
-    return vectors
+    return Embedded(vectors, publish_probe.kernels_of(model))
 
 
-def fresh_reference(*args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+def fresh_reference(*args: Any, **kwargs: Any) -> Embedded:
     """[`reference`] in a process of its own: what was switched in this one (kernels, threads) does not count."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(reference, *args, **kwargs).result()
@@ -158,37 +174,43 @@ def _side(route: str) -> str:
     return route.rsplit("/", 1)[1]
 
 
-def _compare_bits(tree: Tree, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict:
+def _compare_bits(tree: Tree, found: Embedded, wanted: Embedded) -> dict:
     differences = {}
-    for route, vectors in found.items():
-        expected = wanted[_side(route)]
+    for route, vectors in found.vectors.items():
+        expected = wanted.vectors[_side(route)]
         if vectors.shape != expected.shape:
             raise PublishError(
                 f"{tree.repository} by {route} gives vectors of shape {vectors.shape}, not {expected.shape}"
             )
         differences[route] = float(np.abs(vectors - expected).max())
     worst = max(differences, key=differences.get)
-    if not differences[worst] == 0.0:
+    if differences[worst] != 0.0 and found.kernels != wanted.kernels:  # also NaN
+        there = sorted(set(found.kernels) - set(wanted.kernels))
+        here = sorted(set(wanted.kernels) - set(found.kernels))
+        raise PublishError(
+            f"{tree.repository} by {worst} was computed by other kernels than the source, so its vectors differ by "
+            f"{differences[worst]:.3g}: {'; '.join(there) or 'none'}; the source: {'; '.join(here) or 'none'}. Mend "
+            "the kernels (`moemb kernels` shows them), or set MOEMB_KERNELS=off for both. Nothing was published"
+        )
+    if differences[worst] != 0.0:
         raise PublishError(
             f"{tree.repository} by {worst} gives vectors that differ from the source's by {differences[worst]:.3g}; "
             "they must be the same bits: is the source's config.json that of its weights? Nothing was published"
         )
-    items = len(next(iter(found.values())))
-    return {"repository": tree.repository, "routes": sorted(found), "items": items, "largest_difference": 0.0}
+    items = len(next(iter(found.vectors.values())))
+    return {"repository": tree.repository, "routes": sorted(found.vectors), "items": items, "largest_difference": 0.0}
 
 
 def _weight_bytes(source: Path) -> int:
     return sum(tensor.num_bytes for tensor in read_checkpoint(source).values())
 
 
-def _compare_cosine(
-    tree: Tree, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], dtype: str | None
-) -> dict:
+def _compare_cosine(tree: Tree, found: Embedded, wanted: Embedded, dtype: str | None) -> dict:
     dtype = dtype or json.loads((tree.folder / "config.json").read_text(encoding="utf-8")).get("dtype") or "float32"
     limit = LOWEST_COSINE.get(dtype, 0.99)
     lowest, largest = 1.0, 0.0
-    for route, vectors in found.items():
-        expected = wanted[_side(route)]
+    for route, vectors in found.vectors.items():
+        expected = wanted.vectors[_side(route)]
         lowest = min(lowest, float((vectors * expected).sum(axis=1).min()))
         largest = max(largest, float(np.abs(vectors - expected).max()))
     if not lowest >= limit:
@@ -198,8 +220,8 @@ def _compare_cosine(
         )
     return {
         "repository": tree.repository,
-        "routes": sorted(found),
-        "items": len(next(iter(found.values()))),
+        "routes": sorted(found.vectors),
+        "items": len(next(iter(found.vectors.values()))),
         "largest_difference": largest,
         "lowest_cosine": lowest,
     }

@@ -374,17 +374,18 @@ def test_moved_elsewhere_it_loads_by_path_and_by_id(dry, checkpoint, tmp_path, m
     request = {"trust_remote_code": True, "routes": ["sentence_transformers", "auto", "mteb"]}
     for source in (str(moved / "models" / MODEL), MODEL):
         found = probe(request | {"folder": source}, scratch)
-        assert set(found) == {
+        assert set(found.vectors) == {
             *(f"sentence_transformers/{side}" for side in ("encode", "query", "document")), "auto/encode",
             "mteb/query", "mteb/document",
         }  # fmt: skip
-        for route, vectors in found.items():
-            expected = wanted[route.split("/")[1]][: len(vectors)]
+        assert found.kernels == wanted.kernels
+        for route, vectors in found.vectors.items():
+            expected = wanted.vectors[route.split("/")[1]][: len(vectors)]
             np.testing.assert_array_equal(vectors, expected, err_msg=f"{source} by {route}")
     plain = probe(
         {"folder": PLAIN, "trust_remote_code": False, "text_only": True, "routes": ["sentence_transformers"]}, scratch
     )
-    expected = fresh_reference(checkpoint, full_compute=True)["encode"]
+    expected = fresh_reference(checkpoint, full_compute=True).vectors["encode"]
     # not 1e-5: heads are filled up, and small states feel the epsilon of the other norms, see test_publish_heads
-    assert (plain["sentence_transformers/encode"] * expected).sum(1) == pytest.approx(1, abs=1e-5)
+    assert (plain.vectors["sentence_transformers/encode"] * expected).sum(1) == pytest.approx(1, abs=1e-5)
     assert os.environ["HF_HUB_OFFLINE"] == "1"

@@ -16,11 +16,12 @@ import yaml
 from modeling_moemb import MoEMBModel
 from moemb.trainers import publish
 from moemb.trainers.publish_adapter import check_adapter
+from moemb.trainers.publish_assemble import Tree
 from moemb.trainers.publish_checks import check_tree, open_tree
 from moemb.trainers.publish_kernels import choose_kernels, kernel_card, kernel_reports, measured_part
 from moemb.trainers.publish_sources import PublishError, SourceState, source_state
 from moemb.trainers.publish_upload import version_branch
-from moemb.trainers.publish_verify import fresh_reference, probe
+from moemb.trainers.publish_verify import Embedded, _compare_bits, fresh_reference, probe
 
 from .publish_cases import make_checkpoint, to_hub_cache
 
@@ -82,9 +83,9 @@ def test_an_adapter_points_at_the_published_base(checkpoint, adapter, tmp_path, 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "scratch").mkdir()
     request = {"folder": MODEL, "adapter": ADAPTER, "trust_remote_code": True, "routes": ["sentence_transformers"]}
-    found = probe(request, tmp_path / "scratch")["sentence_transformers/encode"]
-    np.testing.assert_array_equal(found, fresh_reference(checkpoint, adapter=adapter)["encode"])
-    assert np.abs(found - fresh_reference(checkpoint)["encode"]).max() > 1e-3, "the adapter does something"
+    found = probe(request, tmp_path / "scratch").vectors["sentence_transformers/encode"]
+    np.testing.assert_array_equal(found, fresh_reference(checkpoint, adapter=adapter).vectors["encode"])
+    assert np.abs(found - fresh_reference(checkpoint).vectors["encode"]).max() > 1e-3, "the adapter does something"
 
 
 @pytest.mark.slow
@@ -159,3 +160,15 @@ def test_which_kernels():
     assert set(choose_kernels(state, None)) == {"moemb-cpu", "moemb-experts", "moemb-gated-delta"}
     with pytest.raises(PublishError, match="no such kernel repository; there are moemb-cpu"):
         choose_kernels(state, ["moemb-gpu"])
+
+
+def test_other_kernels_are_named_where_bits_differ(tmp_path):
+    """A process that did not find the kernels rounds otherwise: the message says so, and does not blame the model."""
+    vectors = np.ones((1, 2), dtype=np.float32)
+    ours = Embedded({"encode": vectors}, ["linear on cpu: moemb-cpu (float32), staged"])
+    theirs = Embedded({"auto/encode": vectors * 2}, ["linear on cpu: torch (), not staged"])
+    tree = Tree(MODEL, "model", "model", tmp_path)
+    with pytest.raises(PublishError, match=r"other kernels than the source.*torch \(\), not staged.*moemb-cpu"):
+        _compare_bits(tree, theirs, ours)
+    with pytest.raises(PublishError, match="differ from the source's by 1;"):
+        _compare_bits(tree, Embedded(theirs.vectors, ours.kernels), ours)
