@@ -173,6 +173,7 @@ def _size_part(case: Mapping[str, Any], executions: Mapping[str, str]) -> list[s
         conversion = row["conversion"]
         rows.append(_time_row(name, row) | {
             "conversion": "" if name == BASELINE else _conversions(conversion),
+            "decoder, quartiles": "" if name == BASELINE else _quartiles(row),
         })  # fmt: skip
     title = f"{case['items']} items, {case['tokens']} tokens, {case['visual_tokens']} of them visual"
     notes = []
@@ -193,6 +194,14 @@ def _size_part(case: Mapping[str, Any], executions: Mapping[str, str]) -> list[s
         *_table(rows),
     ]
     return lines + [text for note in notes for text in ("", note)] + (["", "; ".join(goals)] if goals else [])
+
+
+def _quartiles(row: Mapping[str, Any]) -> str:
+    """Conversion of the decoder at the quartiles of the rounds."""
+    removed = row["flops_removed"]["decoder"]
+    if row["conversion"]["decoder"] is None:
+        return "-"
+    return " to ".join(f"{value / removed:.2f}" for value in row["time_removed_quartiles"]["decoder"])
 
 
 def _conversions(conversion: Mapping[str, float | None]) -> str:

@@ -68,13 +68,13 @@ class ScopeClock:
 
         return run
 
-    def shares(self, name: str, skip: int) -> dict[str, float]:
-        """Median share of the calls that each scope took, the first `skip` calls (of the warm-up) left out."""
-        samples = self.samples[name][skip:]
-        return {
-            scope: statistics.median(sample[scope] / max(sample["total"], 1e-12) for sample in samples)
-            for scope in SCOPES
-        }
+    def rounds(self, name: str, repeats: int, count: int) -> list[dict[str, float]]:
+        """Seconds of each scope in the last `count` rounds, each the mean of its `repeats` calls."""
+        samples = self.samples[name][-count * repeats :]  # those before are of the warm-up
+        return [
+            {scope: statistics.fmean(sample[scope] for sample in samples[first : first + repeats]) for scope in SCOPES}
+            for first in range(0, len(samples), repeats)
+        ]
 
 
 @contextlib.contextmanager
@@ -139,9 +139,9 @@ def time_policies(
 
     Returns:
         `dict`: `items`, `tokens`, `timing` (see `Interleaved`), and `policies`: by name `seconds` and
-        `flops_removed`, `time_removed`, `conversion` by scope, `qps`, `peak_bytes` (above what was resident),
-        `weight_bytes` that are read, and `floor_seconds`, what reading them once takes.
-        FLOPs and time are compared with full compute, those of the expert loop with full compute in the expert loop
+        `flops_removed`, `time_removed` and its quartiles (see [`time_removed`]), `conversion` by scope, `qps`,
+        `peak_bytes` (above what was resident), `weight_bytes` that are read, and `floor_seconds`, what reading them
+        once takes. FLOPs and time are compared with full compute, those of the expert loop with full compute in the expert loop
         when that is there.
     """
     work = {policy.name: work_of(model, features, policy) for policy in policies}
@@ -155,28 +155,46 @@ def time_policies(
             memory[policy.name] = _peak(_call(model, features, policy))
     items = _items(features)
     loop = next((p.name for p in policies if p.policy.execution == LOOP and not p.budget and p.keep is None), BASELINE)
-    seconds = {}
-    for policy in policies:
-        shares = clock.shares(policy.name, max(1, protocol.warmup))
-        total = timing.timings[policy.name].median
-        seconds[policy.name] = {scope: share * total for scope, share in shares.items()}
+    rounds = {
+        name: [clock.rounds(name, entry.repeats, timing.rounds)[number] for number in timing.counted]
+        for name, entry in timing.timings.items()
+    }
+    seconds = {name: {scope: statistics.median(row[scope] for row in kept) for scope in SCOPES}
+               for name, kept in rounds.items()}  # fmt: skip
     rows = {}
     for policy in policies:
         full = loop if policy.policy.execution == LOOP else BASELINE
         removed = work[policy.name][0].removed_from(work[BASELINE][0])
-        saved = {scope: 1 - seconds[policy.name][scope] / seconds[full][scope] for scope in SCOPES}
+        low, middle, high = time_removed(rounds[policy.name], rounds[full])
         rows[policy.name] = {
             "seconds": seconds[policy.name], "qps": items / seconds[policy.name]["total"], "flops_removed": removed,
-            "time_removed": saved, "compared_with": full, "peak_bytes": memory[policy.name],
+            "time_removed": middle, "time_removed_quartiles": {scope: [low[scope], high[scope]] for scope in SCOPES},
+            "compared_with": full, "peak_bytes": memory[policy.name],
             "weight_bytes": work[policy.name][1],
             "floor_seconds": None if bandwidth is None else work[policy.name][1] / bandwidth,
-            "conversion": {scope: saved[scope] / removed[scope] if removed[scope] > 1e-9 else None
+            "conversion": {scope: middle[scope] / removed[scope] if removed[scope] > 1e-9 else None
                            for scope in SCOPES},
         }  # fmt: skip
     return {
         "items": items, "tokens": _tokens(features), "visual_tokens": _visual(model, features),
         "timing": timing.record(), "policies": rows,
     }  # fmt: skip
+
+
+def time_removed(
+    rounds: Sequence[Mapping[str, float]], full: Sequence[Mapping[str, float]]
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """
+    The share of the time that is gone, by scope: lower quartile, median and upper quartile over the rounds.
+
+    A round is compared with full compute of the same round: a machine that is slow for a while is slow for both.
+    """
+    found: tuple[dict[str, float], ...] = ({}, {}, {})
+    for scope in SCOPES:
+        values = sorted(1 - mine[scope] / whole[scope] for mine, whole in zip(rounds, full))
+        for quartile, share in zip(found, (0.25, 0.5, 0.75)):
+            quartile[scope] = statistics.median(values) if share == 0.5 else values[round((len(values) - 1) * share)]
+    return found
 
 
 def _call(model: Any, features: Mapping[str, Tensor], policy: Prepared) -> Callable[[], Tensor]:

@@ -151,6 +151,7 @@ class Interleaved:
         timings (`dict[str, Timing]`): by function.
         rounds, clean_rounds (`int`): rounds run, and rounds in which others left the machine alone.
         only_clean (`bool`): whether the medians are over the clean rounds alone.
+        counted (`list[int]`): the rounds that the medians are over.
         others (`float`, *optional*): mean share of all cores that others used or the hypervisor took.
     """
 
@@ -158,6 +159,7 @@ class Interleaved:
     rounds: int
     clean_rounds: int
     only_clean: bool
+    counted: list[int]
     others: float | None
 
     def record(self) -> dict[str, Any]:
@@ -226,15 +228,15 @@ def interleave(
 
 
 def _summary(names: list[str], rows: list[dict], loads: list[Load], repeats: dict[str, int], enough: int):
-    clean = [row for row, load in zip(rows, loads) if load.clean]
+    clean = [number for number, load in enumerate(loads) if load.clean]
     only_clean = len(clean) >= enough
-    counted = clean if only_clean else rows
+    counted = clean if only_clean else list(range(len(rows)))
     timings = {}
     for name in names:
-        values = sorted(row[name] for row in counted)
+        values = sorted(rows[number][name] for number in counted)
         median = statistics.median(values)
         low, high = (values[round((len(values) - 1) * share)] for share in (0.25, 0.75))
         timings[name] = Timing(median, values[0], (high - low) / median, [row[name] for row in rows], repeats[name])
     known = [load.others + (load.stolen or 0.0) for load in loads if load.others is not None]
     others = statistics.mean(known) if known else None
-    return Interleaved(timings, len(rows), len(clean), only_clean, others)
+    return Interleaved(timings, len(rows), len(clean), only_clean, counted, others)

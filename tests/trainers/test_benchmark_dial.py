@@ -67,7 +67,8 @@ def test_scopes_are_timed_inside_a_call_and_nothing_else_is(model, features):
         run()
         model(**features, pooled_only=True)  # not timed: must not reach the samples
     assert clock.samples["a"] == [{"total": 11.0, "decoder": 9.0, "moe": 4.0}] * 2
-    assert clock.shares("a", skip=1) == pytest.approx({"total": 1.0, "decoder": 9 / 11, "moe": 4 / 11})
+    clock.samples["a"] = [dict.fromkeys(("total", "decoder", "moe"), float(second)) for second in (100, 1, 2, 5, 6)]
+    assert [row["moe"] for row in clock.rounds("a", repeats=2, count=2)] == [1.5, 5.5], "the first was the warm-up"
     model(**features, pooled_only=True)
     assert next(ticks) == 2 * 12 + 10  # the hooks are gone
 
@@ -89,17 +90,19 @@ def test_work_is_that_of_the_shapes(model, items, features, policy):
 
 
 def test_conversion_is_time_removed_over_flops_removed(model, features, monkeypatch):
-    seconds = {BASELINE: 2.0, "top-1": 1.5, "loop": 8.0, "top-1, loop": 4.0}
+    # the second round ran on a machine twice as slow, in the third one policy was disturbed
+    seconds = {BASELINE: (2.0, 4.0, 3.0), "top-1": (1.5, 3.0, 9.0), "loop": (8.0,) * 3, "top-1, loop": (4.0,) * 3}
+    shares = {"total": 1.0, "decoder": 0.5, "moe": 0.25}
 
     def interleaved(functions, protocol, progress):
-        for function in functions.values():
-            function(), function()
-        timings = {name: Timing(seconds[name], seconds[name], 0.0) for name in functions}
-        return Interleaved(timings, 1, 1, True, 0.0)
+        return Interleaved({name: Timing(9.0, 9.0, 0.0) for name in functions}, 3, 3, True, [0, 1, 2], 0.0)
 
-    shares = {"total": 1.0, "decoder": 0.5, "moe": 0.25}
+    def rounds(self, name, repeats, count):
+        assert (repeats, count) == (1, 3)
+        return [{scope: share * second for scope, share in shares.items()} for second in seconds[name]]
+
     monkeypatch.setattr(benchmark_dial_timing, "interleave", interleaved)
-    monkeypatch.setattr(ScopeClock, "shares", lambda self, name, skip: shares)
+    monkeypatch.setattr(ScopeClock, "rounds", rounds)
     found = time_policies(model, features, [baseline(), TOP, *LOOPED], Protocol(), bandwidth=1e9)
     assert (found["items"], found["tokens"], found["visual_tokens"]) == (2, features["input_ids"].numel(), 28)
     rows = found["policies"]
@@ -111,8 +114,9 @@ def test_conversion_is_time_removed_over_flops_removed(model, features, monkeypa
         # compared with full compute in the same loop
         assert rows["top-1, loop"]["conversion"][scope] == pytest.approx(0.5 / removed[scope])
         assert rows["loop"]["conversion"][scope] is None
-    assert rows["top-1"]["seconds"] == {"total": 1.5, "decoder": 0.75, "moe": 0.375}
-    assert rows["top-1"]["qps"] == pytest.approx(2 / 1.5)
+        assert rows["top-1"]["time_removed_quartiles"][scope] == pytest.approx([-2.0, 0.25])
+    assert rows["top-1"]["seconds"] == {"total": 3.0, "decoder": 1.5, "moe": 0.75}
+    assert rows["top-1"]["qps"] == pytest.approx(2 / 3)
     assert rows["top-1"]["floor_seconds"] == rows["top-1"]["weight_bytes"] / 1e9
 
 
