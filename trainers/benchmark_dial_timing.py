@@ -141,8 +141,8 @@ def time_policies(
         `dict`: `items`, `tokens`, `timing` (see `Interleaved`), and `policies`: by name `seconds` and
         `flops_removed`, `time_removed` and its quartiles (see [`time_removed`]), `conversion` by scope, `qps`,
         `peak_bytes` (above what was resident), `weight_bytes` that are read, and `floor_seconds`, what reading them
-        once takes. FLOPs and time are compared with full compute, those of the expert loop with full compute in the expert loop
-        when that is there.
+        once takes. FLOPs and time are compared with full compute, those of the expert loop with full compute in the
+        expert loop when that is there.
     """
     work = {policy.name: work_of(model, features, policy) for policy in policies}
     memory = {}
