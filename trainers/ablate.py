@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     result = run_study(study, shlex.join(["moemb", "ablate", "--config", str(args.config), *args.overrides]))
     for row in table_rows(result):
         print("  ".join(f"{name}: {value}" for name, value in row.items() if value))
-    print("\n".join(f"wrote {config.output / name}" for name in ("results.json", "results.md", "results.png")))
+    print("\n".join(f"wrote {path}" for path in report_files(config.report)))
     return 0
 
 
@@ -64,7 +64,7 @@ def run_study(study: Study, command: str = "") -> dict[str, Any]:
         command (`str`, *optional*): the command line, for the report.
 
     Returns:
-        `dict`: the results, as `results.json` in the output folder holds them.
+        `dict`: the results, as the report's `.json` holds them.
     """
     config = study.config
     tasks = sweep_tasks(config.tasks, config.corpus, config.gallery, 0)
@@ -77,12 +77,12 @@ def run_study(study: Study, command: str = "") -> dict[str, Any]:
                 ranks[name].append(measured(repository, tasks, config))
                 bar.update()
             result = report(study, ranks, tasks, config.seeds[: place + 1], command)
-            write(result, config.output)
+            write(result, config.report)
     if config.qps_items:
         speeds = measure_speed(study, tasks)
         for name, speed in speeds.items():
             result["models"][name]["qps"] = speed
-        write(result, config.output)
+        write(result, config.report)
     return result
 
 
@@ -116,11 +116,18 @@ def report(study: Study, ranks: dict, tasks: list[SweepTask], seeds: list[int], 
     }
 
 
-def write(result: dict[str, Any], output: Path) -> None:
-    """`results.json`, `results.md` and `results.png`, each by rename."""
-    for name, text in (("results.json", json.dumps(result, indent=2) + "\n"), ("results.md", markdown(result))):
-        write_atomically(output / name, text)
-    with whole_file(output / "results.png") as partial:
+def report_files(stem: Path) -> tuple[Path, Path, Path]:
+    """The files of a report: figures, page and plot."""
+    return tuple(stem.with_name(stem.name + ending) for ending in (".json", ".md", ".png"))
+
+
+def write(result: dict[str, Any], stem: Path) -> None:
+    """The report, each file by rename."""
+    figures, page, plot = report_files(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(figures, json.dumps(result, indent=2) + "\n")
+    write_atomically(page, markdown(result))
+    with whole_file(plot) as partial:
         draw(result, partial)
 
 

@@ -50,7 +50,9 @@ class AblateConfig:
 
     Args:
         title (`str`): Heading of the table.
-        output (`Path`): Folder of runs and results.
+        output (`Path`): Folder of the runs.
+        report (`Path`, *optional*): Where the results are written, without the endings `.json`, `.md` and `.png`;
+            `<output>/results` by default.
         pretrain_output (`Path`, *optional*): Folder of what comes before the trainings: pretraining and `common`.
             Studies that name the same one share what they have in common. `<output>/pretrain` by default.
         train (`Path`): Recipe of the contrastive training (`method: contrastive` or `mini-contrastive`), from the
@@ -82,6 +84,7 @@ class AblateConfig:
     variants: dict[str, Variant]
     steps: int
     tasks: list[str]
+    report: Path | None = None
     pretrain_output: Path | None = None
     pretrain: Path | None = None
     common: Path | None = None
@@ -108,6 +111,8 @@ class AblateConfig:
             raise ValueError(f"common {self.common} follows pretraining, but the study starts from base {self.base!r}")
         if self.pretrain_output is None:
             self.pretrain_output = self.output / "pretrain"
+        if self.report is None:
+            self.report = self.output / "results"
         if not self.variants:
             raise ValueError("variants is empty: name at least one")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):

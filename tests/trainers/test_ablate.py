@@ -253,7 +253,12 @@ def test_a_study_from_pretraining_to_the_figure(small_study, tmp_path, capsys):
     del ran[:]
     assert cli.main(["ablate", "--config", str(recipe), "--qps_items", "0"]) == 0
     assert ran == []
-    assert cli.main(["ablate", "--config", str(recipe), "--seeds", "[0, 1, 2]"]) == 0
+    elsewhere = ["--report", str(tmp_path / "pages/of.all")]
+    assert cli.main(["ablate", "--config", str(recipe), "--seeds", "[0, 1, 2]", *elsewhere]) == 0
+    assert sorted(path.name for path in (tmp_path / "pages").iterdir()) == [
+        f"of.all.{end}" for end in ("json", "md", "png")
+    ]
+    assert json.loads((tmp_path / "out/results.json").read_text())["seeds"] == [0, 1]
     assert len(ran) == 2 + 3 and all("seed-2" in path or "/pretrain/" in path for path in ran)
     capsys.readouterr()
     assert cli.main(["ablate", "--config", str(recipe), "--steps", "5"]) == 1
