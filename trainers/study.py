@@ -35,7 +35,7 @@ from .study_report import firing_figure, markdown, summary
 HELP = "train gates with several recipes and seeds, and compare them with inference-only policies"
 ACCEPTS_OVERRIDES = True
 STOPPED = "stopped.json"
-_FIRING_BATCHES = 8
+_FIRING_BATCHES = 3  # of each kind of item
 
 
 class StudyError(MoEMBError, ValueError):
@@ -139,10 +139,10 @@ def run(args: argparse.Namespace) -> int:
 # Training
 
 
-def run_folder(config: StudyConfig, name: str, seed: int, recipe: Path) -> Path:
-    """Folder of a training; another recipe, other changes or another model make another one."""
+def run_folder(config: StudyConfig, name: str, seed: int, recipe: Path, weights: str) -> Path:
+    """Folder of a training; another recipe, other changes or another model (name or weights) make another one."""
     run = config.runs[name]
-    about = {"model": config.model, "recipe": read_recipe(recipe), "changes": run.changes}
+    about = {"model": config.model, "weights": weights, "recipe": read_recipe(recipe), "changes": run.changes}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:10]
     slug = "".join(letter if letter.isalnum() else "-" for letter in name.lower())
     return config.work / f"{slug}-{digest}" / f"seed-{seed}"
@@ -164,11 +164,12 @@ def train_all(config: StudyConfig, folder: Path) -> dict[str, list[dict[str, Any
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in config.runs}
     places = [(name, seed) for name in config.runs for seed in config.seeds]
+    weights = weights_fingerprint(locate_model(config.model))
     for name, seed in tqdm(places, desc="Trainings", unit="run", disable=None):
         recipe = folder / config.runs[name].recipe
         if not recipe.is_file():
             raise StudyError(f"run '{name}': there is no recipe {recipe}")
-        target = run_folder(config, name, seed, recipe)
+        target = run_folder(config, name, seed, recipe, weights)
         if not (target / "final" / "config.json").is_file() and not (target / STOPPED).is_file():
             _train(config, name, seed, recipe, target)
         if (target / STOPPED).is_file():
@@ -229,7 +230,7 @@ class _Measured:
     def firing(self, budget: Mapping[str, Any]) -> dict[str, Any]:
         """What is dropped and skipped in each block, by modality, as shares of what full compute does there."""
         tokens = pairs = 0
-        for batch in self.quality.batches[:: max(len(self.quality.batches) // _FIRING_BATCHES, 1)]:
+        for batch in sample_batches(self.quality.batches):
             given = {"pooled_only": False, "output_compute": True, "share_prefixes": False}
             record = self.model(**self.quality.features(batch), adaptive_compute=dict(budget), **given).compute
             tokens, pairs = tokens + record.tokens.cpu(), pairs + record.expert_pairs.cpu()
@@ -243,30 +244,55 @@ class _Measured:
         }
 
 
+def sample_batches(batches: Sequence[Any]) -> list[Any]:
+    """A few batches of every kind of item (text, picture, clip, mixed), evenly spaced among those of the kind."""
+    kinds: dict[tuple[str, ...], list[Any]] = {}
+    for batch in batches:
+        kinds.setdefault(tuple(sorted({name for item in batch.items for name in item})), []).append(batch)
+    chosen = []
+    for of_kind in kinds.values():
+        count = min(_FIRING_BATCHES, len(of_kind))
+        chosen += [of_kind[place * len(of_kind) // count] for place in range(count)]
+    return chosen
+
+
+def mean_rates(rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Firing rates, by block and modality, averaged over seeds."""
+    return {
+        key: [
+            [None if values[0] is None else sum(values) / len(values) for values in zip(*blocks, strict=True)]
+            for blocks in zip(*(rate[key] for rate in rates), strict=True)
+        ]
+        for key in ("dropped", "skipped")
+    }
+
+
 def measure_all(config: StudyConfig, trained: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Quality, FLOPs and firing rates of all runs and policies."""
     tasks = sweep_tasks(config.tasks, config.corpus, config.gallery, config.seed)
     entries: dict[str, list[dict[str, Any]]] = {}
-    firing: dict[str, Any] = {}
+    rates: dict[str, list[dict[str, Any]]] = {}
+    budgets: dict[str, Mapping[str, Any]] = {}
     for name, runs in trained.items():
         for done in runs:
             if "folder" not in done:
                 continue
             measured = _Measured(config, done["folder"], tasks)
-            budget = measured.model.config.adaptive_compute or {}
+            budget = budgets[name] = measured.model.config.adaptive_compute or {}
             outcome = measured.quality.run([Prepared(name, Policy(adaptive_compute=budget), budget)])[name]
             entries.setdefault(name, []).append(measured.entry(outcome))
-            firing.setdefault(name, measured.firing(budget))
+            rates.setdefault(name, []).append(measured.firing(budget))
+    firing = {name: mean_rates(of_seeds) for name, of_seeds in rates.items()}
     base = _Measured(config, config.model, tasks)
     prepared = [Prepared(BASELINE, Policy(), {}), *_prepare(config, base, config.policies)]
-    matched, partners = _matched(config, base, firing, entries)
+    matched, partners = _matched(config, base, firing, entries, budgets)
     outcomes = base.quality.run([*prepared, *matched])
     entries = {BASELINE: [base.entry(outcomes[BASELINE])]} | entries
     for policy in (*prepared[1:], *matched):
         entries[policy.name] = [base.entry(outcomes[policy.name])]
     stopped = {name: [done for done in runs if "stopped" in done] for name, runs in trained.items()}
     groups = {name: run.group for name, run in config.runs.items()}
-    table = summary(entries, tasks, config.metric, config.bootstrap_samples, config.seed)
+    table = summary(entries, tasks, config.metric, config.bootstrap_samples, config.seed, partners)
     return {"table": table, "firing": firing, "groups": groups, "partners": partners, "stopped": stopped,
             "tasks": [{"name": task.name, "queries": len(task.queries)} for task in tasks]}  # fmt: skip
 
@@ -282,7 +308,11 @@ def _prepare(config: StudyConfig, base: _Measured, policies: Mapping[str, Policy
 
 
 def _matched(
-    config: StudyConfig, base: _Measured, firing: Mapping[str, Any], entries: Mapping[str, Any]
+    config: StudyConfig,
+    base: _Measured,
+    firing: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    budgets: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Prepared], dict[str, str]]:
     """Inference-only policies with the savings of the trained runs that ask for one."""
     policies: dict[str, Policy] = {}
@@ -293,8 +323,10 @@ def _matched(
             continue
         partner = f"{run.match} at the savings of '{name}'"
         if run.match == "beta":
-            last = zip(("image", "video"), firing[name]["dropped"][-1][1:], strict=True)
-            keep = {kind: round(max(1 - share, 0.001), 3) for kind, share in last if share is not None}
+            keep = budgets[name].get("token_pruning", {}).get("keep")  # a gate that drops a fraction: the same one
+            if keep is None:
+                last = zip(("image", "video"), firing[name]["dropped"][-1][1:], strict=True)
+                keep = {kind: round(max(1 - share, 0.001), 3) for kind, share in last if share is not None}
             if not keep:
                 continue
             policies[partner] = Policy({"token_pruning": {"layer": config.layer, "keep": keep}})

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .dial_policies import BASELINE
-from .evaluation_metrics import query_values
+from .evaluation_metrics import query_values, with_seed_spread
 from .files import whole_file
 
 
@@ -15,13 +15,18 @@ MODALITIES = ("text", "image", "video")
 
 
 def summary(
-    entries: Mapping[str, Sequence[Mapping[str, Any]]], tasks: Sequence[Any], metric: str, samples: int, seed: int
+    entries: Mapping[str, Sequence[Mapping[str, Any]]],
+    tasks: Sequence[Any],
+    metric: str,
+    samples: int,
+    seed: int,
+    partners: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """
     Quality with intervals, and FLOPs removed, of every run and policy.
 
     The value is the mean over tasks, then over seeds. The interval is of a bootstrap over the queries of each task
-    (the same draws for all, so that a change from full compute is paired) and over the seeds.
+    (the same draws for all, so that a change from full compute is paired), and of Student's t over the seeds.
 
     Args:
         entries (`Mapping`): by name, for each seed `outcome` and `ranks`; full compute is among them.
@@ -29,10 +34,12 @@ def summary(
         metric (`str`): the metric.
         samples (`int`): resamples.
         seed (`int`): of the resampling.
+        partners (`Mapping[str, str]`, *optional*): to runs, the policy with the same savings.
 
     Returns:
-        `list[dict]`: `name`, `seeds`, `value` and `change` (`{"value", "interval"}` in 0..1), `by_seed`,
-        `flops_removed` by scope and `pairs_removed` (means over seeds).
+        `list[dict]`: `name`, `seeds`, `value`, `change` from full compute and, for a run with a partner,
+        `against_partner` (`{"value", "interval"}` in 0..1), `by_seed`, `flops_removed` by scope and `pairs_removed`
+        (means over seeds).
     """
     generator = np.random.default_rng(seed)
     weights = [_weights(task, samples, generator) for task in tasks]
@@ -44,16 +51,22 @@ def summary(
     base, rows = values[BASELINE][0], []
     for name, runs in entries.items():
         table = values[name]
-        seeds = generator.integers(len(table), size=(samples, len(table)))
-        drawn = np.stack([table[seeds[:, place], 1 + np.arange(samples)] for place in range(len(table))]).mean(0)
-        mean = float(table[:, 0].mean())
+        by_seed, drawn = table[:, 0], table[:, 1:].mean(axis=0)
+
+        def entry(other: np.ndarray | None = None, by_seed=by_seed, drawn=drawn) -> dict[str, Any]:
+            if other is not None:
+                by_seed, drawn = by_seed - other[0], drawn - other[1:]
+            return _entry(float(by_seed.mean()), with_seed_spread(drawn, by_seed, generator))
+
         removed = [run["outcome"].flops.removed_from(full.flops) for run in runs]
-        rows.append({
-            "name": name, "seeds": len(runs), "value": _entry(mean, drawn),
-            "change": _entry(mean - float(base[0]), drawn - base[1:]), "by_seed": table[:, 0].tolist(),
+        row = {
+            "name": name, "seeds": len(runs), "value": entry(), "change": entry(base), "by_seed": by_seed.tolist(),
             "flops_removed": {scope: float(np.mean([r[scope] for r in removed])) for scope in removed[0]},
             "pairs_removed": float(np.mean([1 - run["outcome"].pairs / full.pairs for run in runs])),
-        })  # fmt: skip
+        }  # fmt: skip
+        if partners and name in partners:
+            row["against_partner"] = entry(values[partners[name]].mean(axis=0))
+        rows.append(row)
     return rows
 
 
@@ -86,9 +99,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     queries = sum(task["queries"] for task in result["tasks"])
     groups, partners = result["groups"], set(result["partners"].values())
     about = (
-        f"{metric}, mean over {len(result['tasks'])} held-out tasks ({queries} queries), trained with seeds "
-        f"{result['seeds']}; in brackets 95 % bootstrap intervals over queries and seeds. Changes are from full "
-        "compute, in points."
+        f"{metric}, mean over {len(result['tasks'])} held-out tasks ({queries} queries), per cent; trained with seeds "
+        f"{result['seeds']} on one backbone. In brackets 95 % intervals: a bootstrap over the queries of each task "
+        "and, where gates were trained, Student's t over the seeds. Changes are from full compute and from the policy "
+        "in the row below, in points, paired by query. FLOPs and pairs (of a token and an expert) removed are sums "
+        "over all distinct items of the tasks."
     )
     lines = [f"# {result['study']}", "", about, ""]
     combined = [name for name in rows if groups.get(name) == "combination"]
@@ -112,16 +127,18 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def _table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], groups: Mapping[str, str]) -> list[str]:
     lines = [
-        "| policy | trained | quality | change | total FLOPs removed | decoder FLOPs removed | pairs removed |",
-        "|---|---|---|---|---|---|---|",
+        "| policy | quality | each seed | change | against the row below | total FLOPs removed "
+        "| decoder FLOPs removed | pairs removed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
         row = rows[name]
-        trained = f"{row['seeds']} seeds" if name in groups else "no"
+        trained = " / ".join(f"{100 * v:.1f}" for v in row["by_seed"]) if name in groups else "not trained"
         removed = row["flops_removed"]
         value, change = _shown(row["value"]), "" if name == BASELINE else _shown(row["change"], "+")
+        against = _shown(row["against_partner"], "+") if "against_partner" in row else ""
         shares = " | ".join(f"{100 * v:.1f} %" for v in (removed["total"], removed["decoder"], row["pairs_removed"]))
-        lines.append(f"| {name} | {trained} | {value} | {change} | {shares} |")
+        lines.append(f"| {name} | {value} | {trained} | {change} | {against} | {shares} |")
     return lines
 
 

@@ -9,6 +9,7 @@ from moemb.trainers.evaluation_metrics import (
     query_values,
     rank_queries,
     summarise,
+    with_seed_spread,
 )
 
 
@@ -93,3 +94,16 @@ def test_clusters_widen_the_interval():
 def test_select_keeps_order():
     ranks = Ranks(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0]), np.array([5, 6, 7]), np.array([1, 1, 1]))
     assert ranks.select([2, 0]).pool.tolist() == [7, 5]
+
+
+def test_intervals_over_three_seeds_cover_what_they_say():
+    """Seeds that scatter by 1 around 0, and queries that add a scatter of 0.5: 95 % of the intervals hold 0."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(2000):
+        by_seed, shift = rng.normal(size=3), rng.normal(scale=0.5)
+        drawn = by_seed.mean() + shift + rng.normal(scale=0.5, size=400)
+        low, high = np.percentile(with_seed_spread(drawn, by_seed + shift, rng), [2.5, 97.5])
+        held += low <= 0 <= high
+    assert 0.935 < held / 2000 < 0.975
+    alone = np.arange(3.0)
+    assert with_seed_spread(alone, [1.0], rng) is alone

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +32,9 @@ BROKEN = {
 def some_tasks():
     rng = np.random.default_rng(0)
     pictures = [{"image": rng.integers(0, 256, (64, 48, 3), dtype=np.uint8)} for _ in range(5)]
+    clips = [{"video": rng.integers(0, 256, (4, 64, 48, 3), dtype=np.uint8)} for _ in range(2)]
     return [
+        SweepTask("clips", [{"text": f"move {n}"} for n in range(2)], clips, [[n] for n in range(2)]),
         SweepTask("texts", [{"text": f"thing {n}"} for n in range(5)], pictures, [[n] for n in range(5)]),
         SweepTask("pictures", pictures[:3], [{"text": f"thing {n}"} for n in range(4)], [[n] for n in range(3)]),
     ]
@@ -84,12 +87,15 @@ def test_a_study(recipe, tmp_path, capsys):
     assert rows["top-1"]["pairs_removed"] == pytest.approx(0.5) and rows[BASELINE]["change"]["interval"] == [0, 0]
     assert 0 < rows["gate"]["flops_removed"]["decoder"] < rows["wide gate"]["flops_removed"]["decoder"]
     gap = rows[partner]["flops_removed"]["decoder"] - rows["gate"]["flops_removed"]["decoder"]
-    assert 0 <= gap < 0.05  # the same tokens; the gate itself costs a little
+    assert 0 <= gap < 0.05  # the same tokens of pictures and clips; the gate itself costs a little
+    assert rows["gate"]["against_partner"]["value"] == pytest.approx(
+        rows["gate"]["value"]["value"] - rows[partner]["value"]["value"]
+    )
     assert [done["seed"] for done in result["stopped"]["broken"]] == [0, 1]
     assert "the gradual gate has collapsed" in result["stopped"]["broken"][0]["stopped"]
     dropped = np.array(result["firing"]["gate"]["dropped"], dtype=float)
     assert dropped.shape == (4, 3) and not dropped[:2, 1].any() and (dropped[2:, 1] == dropped[3, 1]).all()
-    assert 0.4 < dropped[3, 1] <= 0.5 and not dropped[:, 0].any()
+    assert 0.4 < dropped[3, 1] <= 0.5 and 0.4 < dropped[3, 2] <= 0.5 and not dropped[:, 0].any()
     assert (tmp_path / "out" / "study.png").stat().st_size > 1000
     text = (tmp_path / "out" / "study.md").read_text()
     assert (
@@ -153,9 +159,48 @@ def test_intervals_are_over_queries_and_seeds(monkeypatch):
     assert rows["run"]["by_seed"] == pytest.approx(means)
     low, high = rows["run"]["change"]["interval"]
     base = rows[BASELINE]["value"]["value"]
-    # two seeds 0.2 apart: both alone are drawn a quarter of the time each
-    assert low < means[1] - base + 0.03 and high > means[0] - base - 0.03
+    # two seeds 0.2 apart tell little: Student's t of one degree of freedom
+    assert high - low == pytest.approx(2 * 12.7 * abs(means[0] - means[1]) / 2, rel=0.4)
+    assert (low + high) / 2 == pytest.approx(np.mean(means) - base, abs=0.4)
     assert rows[BASELINE]["change"]["interval"] == [0, 0]
+
+
+def test_a_run_and_its_partner_are_paired(monkeypatch):
+    monkeypatch.setattr("moemb.trainers.study_report.query_values", lambda ranks: {"R@1": ranks.values})
+    from modeling_moemb.compute_moemb import Flops
+    from moemb.trainers.dial_quality import Outcome
+
+    tasks, values = [SweepTask("a", [{}] * 200, [{}] * 200, [[0]] * 200)], np.random.default_rng(0).random(200)
+    entries = {
+        name: [
+            {
+                "outcome": Outcome(pairs=10, flops=Flops(vision=1, mixers=1, experts=1)),
+                "ranks": {"a": Fixed(values + s)},
+            }
+            for s in shifts
+        ]
+        for name, shifts in {BASELINE: [0.0], "gate": [-0.1, -0.1, -0.1], "beta": [-0.3]}.items()
+    }
+    rows = {row["name"]: row for row in summary(entries, tasks, "R@1", 100, 0, {"gate": "beta"})}
+    assert rows["gate"]["against_partner"]["interval"] == pytest.approx([0.2, 0.2])  # query by query the same
+    low, high = rows["gate"]["value"]["interval"]
+    assert high - low > 0.05 and "against_partner" not in rows["beta"]
+
+
+def test_batches_of_every_kind_are_looked_at():
+    batches = [SimpleNamespace(items=[{kind: n}]) for kind in ("image", "text", "video") for n in range(40)][:82]
+    seen = [batch.items[0] for batch in study.sample_batches(batches)]
+    assert seen == [{"image": 0}, {"image": 13}, {"image": 26}, {"text": 0}, {"text": 13}, {"text": 26},
+                    {"video": 0}, {"video": 1}]  # fmt: skip
+
+
+def test_other_weights_of_the_same_name_are_trained_anew(recipe, tmp_path):
+    path, trained = recipe
+    words = ["study", "--config", str(path), "--no-plots", "--seeds", "[0]"]
+    assert main(words) == 0 and len(trained) == 3
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert main(words) == 0 and len(trained) == 6
 
 
 def test_no_figure_of_nothing(tmp_path):
