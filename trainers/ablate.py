@@ -7,18 +7,16 @@ variants adds to it. The report is written anew after every run that completes a
 import argparse
 import json
 import shlex
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from .ablate_config import AblateConfig
+from .ablate_measure import measure_speed, measured
 from .ablate_report import draw, markdown, study_quality, table_rows
 from .ablate_runs import Study
-from .evaluation_metrics import Ranks, rank_queries
+from .evaluation_metrics import Ranks
 from .files import whole_file, write_atomically
 from .prune_experts_sweep import SweepTask, sweep_tasks
 from .recipe import load_recipe
@@ -74,14 +72,13 @@ def run_study(study: Study, command: str = "") -> dict[str, Any]:
         for place, seed in enumerate(config.seeds):
             for name in config.variants:
                 repository = study.repository(name, seed)
-                ranks[name].append(measured(repository, tasks, config))
+                ranks[name].append(measured(repository, tasks, study))
                 bar.update()
             result = report(study, ranks, tasks, config.seeds[: place + 1], command)
             write(result, config.report)
     if config.qps_items:
-        speeds = measure_speed(study, tasks)
-        for name, speed in speeds.items():
-            result["models"][name]["qps"] = speed
+        for name, speed in measure_speed(study, tasks).items():
+            result["models"][name]["speed"] = speed
         write(result, config.report)
     return result
 
@@ -110,6 +107,9 @@ def report(study: Study, ranks: dict, tasks: list[SweepTask], seeds: list[int], 
         "axis": config.axis,
         "seeds": seeds,
         "equal": config.equal,
+        "common_steps": study.common["max_steps"] if study.common is not None else None,
+        "presented": config.presented,
+        "adapters": any(study.train_recipe(name).get("tuning") == "lora" for name in config.variants),
         "models": models,
         "quality": study_quality(ranks, tasks, config.bootstrap_samples, 0),
         "versions": package_versions(),
@@ -129,40 +129,3 @@ def write(result: dict[str, Any], stem: Path) -> None:
     write_atomically(page, markdown(result))
     with whole_file(plot) as partial:
         draw(result, partial)
-
-
-def measured(repository: Path, tasks: list[SweepTask], config: AblateConfig) -> dict[str, Ranks]:
-    """Ranks of the right documents by task; vectors are kept, and what is there is not encoded again."""
-    from .baselines import cosine_system
-    from .evaluation_encoding import CachedEncoder, model_fingerprint
-    from .quickstart_model import load_model
-
-    model, source = load_model(str(repository))
-    encoder = CachedEncoder(model, model_fingerprint(model, source), config.output / "vectors", config.batch_size)
-    ranks = {}
-    for task in tasks:
-        queries = encoder.encode(task.queries, "query", f"{task.name}: queries")
-        documents = encoder.encode(task.documents, "document", f"{task.name}: documents")
-        scores = cosine_system(task.name, queries, documents).scores
-        ranks[task.name] = rank_queries(scores, task.relevant, task.exclude)
-    return ranks
-
-
-def measure_speed(study: Study, tasks: list[SweepTask]) -> dict[str, float]:
-    """Items per second of each variant's first seed, median over rounds in which the variants take turns."""
-    from .evaluation_encoding import encoder_input
-    from .quickstart_model import load_model
-
-    config = study.config
-    pool = [item for task in tasks for item in (*task.queries, *task.documents)]
-    picked = np.random.default_rng(0).permutation(len(pool))[: config.qps_items]
-    items = [encoder_input(pool[row]) for row in picked]
-    models = {name: load_model(str(study.repository(name, config.seeds[0])))[0] for name in config.variants}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for turn in tqdm(range(config.qps_rounds + 1), desc="Speed", unit="round"):
-        for name, model in models.items():
-            started = time.perf_counter()
-            model.encode(items, batch_size=config.batch_size, show_progress_bar=False)
-            if turn:  # the first round warms up
-                seconds[name].append(time.perf_counter() - started)
-    return {name: len(items) / statistics.median(times) for name, times in seconds.items()}

@@ -69,6 +69,8 @@ class AblateConfig:
         equal (`str`, *optional*, defaults to `"compute"`):
             `"compute"`: as many steps as make the forward FLOPs of all items of a training equal; `"steps"`.
         tasks (`list[str]`): Held-out tasks, see `moemb evaluate --list-tasks`, or `validation`.
+        presented (`dict[str, str]`, *optional*): To held-out tasks, the data set of `train` (`method: contrastive`)
+            that their items are presented as: with its instructions, and as its task to routers that know tasks.
         metric (`str`, *optional*, defaults to `"R@10"`): Metric of the figure.
         gallery, corpus (`Path`, *optional*): Where items and corpus are; by default as in `moemb evaluate`.
         batch_size (`int`, *optional*, defaults to 64): Items in one forward pass of the evaluation.
@@ -94,6 +96,7 @@ class AblateConfig:
     train_settings: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     equal: Literal["compute", "steps"] = "compute"
+    presented: dict[str, str] = field(default_factory=dict)
     metric: str = "R@10"
     gallery: Path | None = None
     corpus: Path | None = None
@@ -124,6 +127,10 @@ class AblateConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if not self.tasks:
             raise ValueError("tasks is empty: name at least one, see moemb evaluate --list-tasks")
+        if unknown := sorted(set(self.presented) - set(self.tasks)):
+            raise ValueError(
+                f"presented names '{unknown[0]}', which is not among tasks{nearest(unknown[0], self.tasks)}"
+            )
         for name, variant in self.variants.items():
             self._check(name, variant)
         if self.axis is not None and any(variant.at is None for variant in self.variants.values()):

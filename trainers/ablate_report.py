@@ -1,8 +1,8 @@
 """What a study found: quality with intervals, speed, the table and the figure.
 
 An interval covers both who was asked and how training went: a resample draws queries (the same for all variants and
-seeds) and seeds (the same for all variants), so that a change from the first variant is paired. With three seeds the
-spread between them is known only roughly; the value of each stands beside the interval.
+seeds), and the mean over seeds is drawn from Student's t with the spread between them. A change from the first variant
+is paired in both. The value of each seed stands beside the interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .dial_quality import resampled_means
-from .evaluation_metrics import METRICS, Ranks, chance_levels, query_values
+from .evaluation_metrics import METRICS, Ranks, chance_levels, query_values, with_seed_spread
 from .prune_experts_sweep import SweepTask, interval_text, points_text
 
 
@@ -50,15 +50,14 @@ def study_quality(
         drawn = resampled_means(table, task.clusters, samples, generator)
         draws.append(drawn.reshape(samples, len(names), runs, len(METRICS)))
     value, drawn = np.stack(values), np.mean(draws, axis=0)
-    chosen = generator.integers(0, runs, size=(samples, runs))
-    drawn = np.take_along_axis(drawn, chosen[:, None, :, None], axis=2).mean(axis=2)  # (samples, variants, metrics)
+    drawn = drawn.mean(axis=2)  # (samples, variants, metrics)
     each_seed = value.mean(axis=0)  # (variants, runs, metrics)
-    mean = each_seed.mean(axis=1)
     variants = {}
     for place, name in enumerate(names):
+        change = each_seed[place] - each_seed[0], drawn[:, place] - drawn[:, 0]
         variants[name] = {
-            "mean": _entries(mean[place], drawn[:, place]),
-            "change": _entries(mean[place] - mean[0], drawn[:, place] - drawn[:, 0]),
+            "mean": _entries(each_seed[place], drawn[:, place], generator),
+            "change": _entries(*change, generator),
             "seeds": {metric: each_seed[place, :, m].tolist() for m, metric in enumerate(METRICS)},
             "tasks": {
                 task.name: {metric: float(value[t, place, :, m].mean()) for m, metric in enumerate(METRICS)}
@@ -68,12 +67,13 @@ def study_quality(
     return {"tasks": about, "variants": variants}
 
 
-def _entries(value: np.ndarray, drawn: np.ndarray) -> dict[str, dict[str, Any]]:
-    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
-    return {
-        metric: {"value": float(value[m]), "interval": [float(low[m]), float(high[m])]}
-        for m, metric in enumerate(METRICS)
-    }
+def _entries(each_seed: np.ndarray, drawn: np.ndarray, generator: np.random.Generator) -> dict[str, dict[str, Any]]:
+    """Value and interval by metric, of seeds `(seeds, metrics)` and resamples of the queries `(samples, metrics)`."""
+    found = {}
+    for m, metric in enumerate(METRICS):
+        low, high = np.percentile(with_seed_spread(drawn[:, m], each_seed[:, m], generator), [2.5, 97.5])
+        found[metric] = {"value": float(each_seed[:, m].mean()), "interval": [float(low), float(high)]}
+    return found
 
 
 def table_rows(result: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -92,8 +92,9 @@ def table_rows(result: Mapping[str, Any]) -> list[dict[str, str]]:
             "steps": str(model["steps"]),
             "training compute": f"{model['compute'] / first['compute']:.2f}",
         }
-        if model.get("qps"):
-            row["QPS"] = f"{model['qps']:.3g}"
+        if model.get("speed"):
+            low, high = model["speed"]["quartiles"]
+            row["items/s"] = f"{model['speed']['median']:.3g} ({low:.3g}–{high:.3g})"
         rows.append(row)
     chance = float(np.mean([task["chance"][metric] for task in result["quality"]["tasks"]]))
     rows.append({"variant": "chance", metric: f"{100 * chance:.1f}"})
@@ -104,14 +105,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The report as Markdown."""
     quality, metric, rows = result["quality"], result["metric"], table_rows(result)
     about = ", ".join(f"{task['name']} ({task['queries']} x {task['documents']})" for task in quality["tasks"])
-    seeds = len(result["seeds"])
     lines = [
         f"# {result['title']}",
         "",
-        f"{metric}, mean over {len(quality['tasks'])} held-out tasks (queries x documents: {about}) and {seeds} "
-        f"{'seeds' if seeds > 1 else 'seed'}; per cent, with 95 % bootstrap intervals over queries and seeds. Changes "
-        "are points from the first variant, paired. Training compute is forward FLOPs of all items of the contrastive "
-        "training, relative to the first variant.",
+        f"{metric}, mean over {len(quality['tasks'])} held-out tasks (queries x documents: {about}); per cent. "
+        f"{_interval_note(len(result['seeds']))} {_compute_note(result)}",
         "",
         *_table(rows),
         "",
@@ -124,6 +122,40 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return "\n".join([*lines, "", f"Made by `{result['command']}`; {versions}."]) + "\n"
+
+
+def _interval_note(seeds: int) -> str:
+    changes = "Changes are points from the first variant, paired."
+    if seeds == 1:
+        return f"One seed: the 95 % intervals are over queries alone (bootstrap). {changes}"
+    return (
+        f"{seeds} seeds; 95 % intervals: a bootstrap over the queries of each task, and Student's t over the seeds. "
+        f"{changes}"
+    )
+
+
+def _compute_note(result: Mapping[str, Any]) -> str:
+    """What steps, compute, sizes and speed are, and what they leave out."""
+    common = result["common_steps"]
+    notes = [
+        "Training compute is the forward FLOPs of the steps in the table, estimated from a label and a picture of 64 "
+        f"x 64 pixels{' without the adapters' if result['adapters'] else ''}, relative to the first variant."
+    ]
+    if common:
+        notes.append(f"Before them every variant had {common} steps in common with those that pretrain alike.")
+    notes.append("Active parameters are what a text token meets: without embedding table and vision tower.")
+    if result["presented"]:
+        pairs = ", ".join(f"{task} as {name}" for task, name in result["presented"].items())
+        notes.append(f"Items are presented as a data set of the training (its instruction and task): {pairs}.")
+    speeds = [model["speed"] for model in result["models"].values() if model.get("speed")]
+    if speeds:
+        speed = speeds[0]
+        notes.append(
+            f"Items per second: {speed['items']} queries and documents of these tasks through `encode`, batches of "
+            f"{speed['batch_size']}, seed {speed['seed']}, median and quartiles of {speed['rounds']} rounds in turn, "
+            f"{speed['threads']} threads of {speed['processor']}."
+        )
+    return " ".join(notes)
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -139,7 +171,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     metric, variants = result["metric"], result["quality"]["variants"]
     names = list(variants)
     places = [result["models"][name]["at"] if result["axis"] else n for n, name in enumerate(names)]
-    speeds = [result["models"][name].get("qps") for name in names]
+    speeds = [(result["models"][name].get("speed") or {}).get("median") for name in names]
     panels = 2 if all(speeds) else 1
     figure = Figure(figsize=(1.5 + panels * max(4.0, 0.9 * len(names)), 3.6), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]

@@ -17,6 +17,7 @@ from filelock import FileLock
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .ablate_config import AblateConfig, AblationError, Variant
+from .errors import nearest
 from .files import write_atomically
 from .recipe import read_recipe
 from .upcycling import Design
@@ -46,6 +47,13 @@ class Study:
             raise AblationError(
                 f"train {config.train} has method {self.train.get('method')!r}, but must be {' or '.join(METHODS)}"
             )
+        known = sorted(self.train.get("train_datasets", {}))
+        for task, name in config.presented.items():
+            if name not in known:
+                raise AblationError(
+                    f"presented: '{task}' as '{name}', but train {config.train} has no data set of that name"
+                    f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
+                )
         self.pretrain = self._recipe("pretrain", "pretrain")
         self.common = self._recipe("common", "mini-contrastive")
 
@@ -58,6 +66,11 @@ class Study:
             raise AblationError(f"{name} {path} has method {recipe.get('method')!r}, not {method}")
         corpus = {} if self.config.corpus is None else {"corpus": str(self.config.corpus)}
         return {**recipe, **getattr(self.config, f"{name}_settings"), **corpus}
+
+    def instructions(self, name: str) -> dict[str, str | None]:
+        """Instruction of each side that a data set of the training has."""
+        settings = self.train["train_datasets"][name]
+        return {side: settings.get(f"{side}_instruction") for side in ("query", "document")}
 
     def repository(self, name: str, seed: int) -> Path:
         """The trained repository of a variant and seed; trains what is not there yet."""

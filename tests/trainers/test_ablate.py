@@ -12,6 +12,7 @@ import yaml
 from modeling_moemb import MoEMBConfig, MoEMBModel
 from moemb.trainers import ablate_runs, cli
 from moemb.trainers.ablate_config import AblateConfig, AblationError, Variant
+from moemb.trainers.ablate_measure import AsDataset
 from moemb.trainers.ablate_report import markdown, study_quality, table_rows
 from moemb.trainers.ablate_runs import Study, item_flops, items_of_step, train, with_emb_row
 from moemb.trainers.contrastive_config import ContrastiveConfig
@@ -71,6 +72,7 @@ def settings(**changes):
         ({"metric": "NDCG"}, "metric is 'NDCG'"),
         ({"steps": 0}, "steps is 0"),
         ({"tasks": []}, "tasks is empty"),
+        ({"presented": {"stile": "styles"}}, "presented names 'stile', which is not among tasks"),
         ({"variants": {"a/b": Variant()}}, "variant 'a/b': the name becomes a folder"),
         ({"variants": {"a": Variant(emb="first")}}, "variant 'a': emb is 'first'"),
         ({"variants": {"a": Variant(design={"kind": "dense"})}}, "design kind is 'dense'"),
@@ -119,7 +121,7 @@ def test_intervals_cover_queries_and_seeds():
         name: [{t.name: ranks(generator.random(len(t.queries)) < p) for t in tasks} for p in seeds]
         for name, seeds in level.items()
     }
-    found = study_quality(runs, tasks, 2000, 0)["variants"]
+    found = study_quality(runs, tasks, 20_000, 0)["variants"]
 
     def values(name):
         return [np.stack([run[t.name].rank == 1 for run in runs[name]]).astype(float) for t in tasks]
@@ -130,15 +132,16 @@ def test_intervals_cover_queries_and_seeds():
         assert found[name]["seeds"]["R@1"] == pytest.approx(np.mean([t.mean(1) for t in tables], axis=0))
         drawn = []
         for _ in range(2000):  # the plain way
-            seeds, total = generator.integers(0, 3, 3), 0.0
+            total = 0.0
             for task, table in zip(tasks, tables, strict=True):
                 labels = np.arange(table.shape[1]) if task.clusters is None else task.clusters
                 picked = generator.integers(0, labels.max() + 1, labels.max() + 1)
                 rows = np.concatenate([np.flatnonzero(labels == c) for c in picked])
-                total += table[seeds][:, rows].mean() / 2
+                total += table[:, rows].mean() / 2
             drawn.append(total)
-        expected = np.percentile(drawn, [2.5, 97.5])
-        np.testing.assert_allclose(found[name]["mean"]["R@1"]["interval"], expected, atol=0.025)
+        error = np.std(np.mean([t.mean(1) for t in tables], axis=0), ddof=1) / 3**0.5
+        expected = np.percentile(np.tile(drawn, 10) + error * generator.standard_t(2, 20_000), [2.5, 97.5])
+        np.testing.assert_allclose(found[name]["mean"]["R@1"]["interval"], expected, atol=0.06)
     assert found["first"]["change"]["R@1"] == {"value": 0.0, "interval": [0.0, 0.0]}
     widths = [np.diff(found[name]["mean"]["R@1"]["interval"])[0] for name in level]
     assert widths[1] > 1.5 * widths[0]
@@ -169,7 +172,7 @@ def small_study(tmp_path, fake_corpus, monkeypatch):
         return SimpleNamespace(returncode=cli.main(command[3:]))
 
     monkeypatch.setattr("moemb.trainers.corpus.load_corpus", lambda path: fake_corpus)
-    monkeypatch.setattr(ablate_runs.subprocess, "run", run_here)
+    monkeypatch.setattr(ablate_runs, "subprocess", SimpleNamespace(run=run_here))
     quiet = {"eval_strategy": "no", "save_steps": 100}
     (tmp_path / "p.yaml").write_text(yaml.safe_dump({"method": "pretrain", **TINY, "max_steps": 2, **quiet}))
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"method": "mini-contrastive", **SETTINGS, **quiet}))
@@ -238,7 +241,7 @@ def test_a_study_from_pretraining_to_the_figure(small_study, tmp_path, capsys):
     result = json.loads((tmp_path / "out/results.json").read_text())
     assert list(result["quality"]["variants"]) == ["dense", "upcycled", "native"] and result["seeds"] == [0, 1]
     assert [result["models"][name]["steps"] for name in ("dense", "native")] == [2, 1]
-    assert all(model["qps"] > 0 for model in result["models"].values())
+    assert all(model["speed"]["median"] > 0 for model in result["models"].values())
     assert result["models"]["dense"]["active"] < result["models"]["upcycled"]["active"]  # the router
     text = (tmp_path / "out/results.md").read_text()
     assert text.count("\n| upcycled |") == 2 and "| chance |" in text
@@ -325,6 +328,44 @@ def test_a_study_of_another_method_is_refused(tmp_path):
         Study(AblateConfig(**settings(train=tmp_path / "t.yaml")))
 
 
+def test_a_data_set_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "t.yaml").write_text("method: contrastive\ntrain_datasets: {captions: {path: json}}\n")
+    (tmp_path / "p.yaml").write_text("method: pretrain\n")
+    given = settings(train=tmp_path / "t.yaml", pretrain=tmp_path / "p.yaml", tasks=["style"])
+    with pytest.raises(AblationError, match="'style' as 'caption'.*did you mean 'captions'.*it has captions"):
+        Study(AblateConfig(**given, presented={"style": "caption"}))
+    study = Study(AblateConfig(**given, presented={"style": "captions"}))
+    assert study.instructions("captions") == {"query": None, "document": None}
+
+
+@pytest.mark.parametrize("tasks", [None, ["captions", "styles"]])
+def test_items_are_presented_as_their_data_set(tasks):
+    """Its instruction goes with its side; routers are told the task where they know tasks, on both sides."""
+    calls = []
+
+    class Embedder(list):
+        prompts = {"query": "the model's own", "document": ""}
+
+        def encode_query(self, inputs, **settings):
+            calls.append(("query", inputs, settings))
+
+        def encode_document(self, inputs, **settings):
+            calls.append(("document", inputs, settings))
+
+    conditioning = None if tasks is None else {"kind": "id", "tasks": tasks}
+    model = Embedder([SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(task_conditioning=conditioning)))])
+    given = AsDataset(model, "captions", {"query": "Find it.", "document": None})
+    given.encode_query(["a"], batch_size=2)
+    given.encode_document(["b"])
+    told = {} if tasks is None else {"router_task": "captions"}
+    assert calls == [
+        ("query", ["a"], {"prompt": "Find it.", "batch_size": 2, **told}),
+        ("document", ["b"], {"prompt": None, **told}),
+    ]
+    assert given.prompts == {"query": "Find it.", "document": ""}
+    assert AsDataset(model, "styles", {"query": None, "document": None}).prompts["query"] == "the model's own"
+
+
 def test_tables_name_every_variant():
     tasks = [SimpleNamespace(name="one", queries=range(8), documents=range(30), clusters=None)]
     runs = {name: [{"one": ranks([True] * 4 + [False] * 4)}] * 2 for name in ("a", "b")}
@@ -332,9 +373,17 @@ def test_tables_name_every_variant():
     result = {
         "title": "T", "command": "moemb ablate", "metric": "R@1", "axis": None, "seeds": [0, 1],
         "models": {"a": model, "b": model | {"compute": 3.0}}, "quality": study_quality(runs, tasks, 20, 0),
-        "versions": {"torch": "1"},
+        "versions": {"torch": "1"}, "common_steps": 300, "presented": {"one": "captions"}, "adapters": True,
     }  # fmt: skip
     rows = table_rows(result)
     assert [row["variant"] for row in rows] == ["a", "b", "chance"]
     assert rows[1]["training compute"] == "1.50" and rows[1]["each seed"] == "50.0 / 50.0"
-    assert "50.0" in markdown(result)
+    text = markdown(result)
+    for words in ("2 seeds; 95 % intervals", "without the adapters", "300 steps in common", "one as captions"):
+        assert words in text
+    alone = markdown(result | {"seeds": [0], "common_steps": None, "presented": {}, "adapters": False})
+    assert "over queries alone" in alone and not any(w in alone for w in ("adapters", "in common", "presented"))
+    speed = {"median": 10.0, "quartiles": [9.0, 11.0], "items": 512, "rounds": 7, "batch_size": 64, "seed": 0,
+             "threads": 2, "processor": "P"}  # fmt: skip
+    timed = markdown(result | {"models": {name: model | {"speed": speed} for name in "ab"}})
+    assert "| 10 (9–11) |" in timed and "512 queries and documents" in timed and "2 threads of P" in timed
