@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,10 +211,21 @@ def check_digest(variant: Path) -> bool:
     if expected is None:
         return False
     try:
-        expected.validate(library._rust.Digest.hash_variant(expected.algorithm, variant))
+        expected.validate(_digest(variant, expected.algorithm))
     except Exception as error:
         raise ValueError(f"wrong digest in {variant}: {_brief(error)}") from error
     return True
+
+
+def _digest(variant: Path, algorithm: object) -> object:
+    """The hash of a folder, in which another process may be writing bytecode: its temporary files come and go."""
+    hash_variant = _library()._rust.Digest.hash_variant
+    for _ in range(4):
+        try:
+            return hash_variant(algorithm, variant)
+        except OSError:
+            time.sleep(0.02)
+    return hash_variant(algorithm, variant)
 
 
 def _checked(module: ModuleType) -> ModuleType:

@@ -66,9 +66,25 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def seeded_module():
+    """Models of a module's fixtures are the same, whichever test comes first and whatever ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def kernels_as_before():
+    """No test leaves other kernels to the next one; set up before `monkeypatch`, so torn down after it."""
+    yield
+    held = kernels_moemb._resolved
+    if held not in (None, kernels_moemb.current_settings()):
+        kernels_moemb.use_kernels(None)
+        pytest.fail(f"the kernels chosen in this test stay chosen: {held}; end with use_kernels(previous) or (None)")
 
 
 @pytest.fixture(scope="session")

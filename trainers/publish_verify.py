@@ -215,7 +215,7 @@ def _compare_cosine(tree: Tree, found: Embedded, wanted: Embedded, dtype: str | 
         largest = max(largest, float(np.abs(vectors - expected).max()))
     if not lowest >= limit:
         raise PublishError(
-            f"{tree.repository} gives texts a vector whose cosine with the source's is {lowest:.5f}, below {limit} "
+            f"{tree.repository} gives texts a vector whose cosine with the source's is {lowest:.7f}, below {limit} "
             f"({dtype}). Nothing was published"
         )
     return {

@@ -6,6 +6,7 @@ import logging
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import kernels
 import pytest
@@ -183,6 +184,25 @@ def test_a_broken_kernel_is_one_warning_with_path_and_remedy(tmp_path, said, ini
     assert level == logging.WARNING and str(path) in text and "stage.py" in text and "MOEMB_KERNELS=off" in text
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(text)
+
+
+def test_bytecode_that_another_process_writes_meanwhile_is_no_damage(tmp_path, monkeypatch):
+    """Temporary files of `__pycache__` vanish between listing and hashing the folder."""
+    path = make_kernel(tmp_path / "moemb-cpu", "busy")
+    library, failures = kernel_sources_moemb._library(), [FileNotFoundError("x.pyc.1")] * 2
+
+    def hash_variant(algorithm, variant):
+        if failures:
+            raise failures.pop()
+        return library._rust.Digest.hash_variant(algorithm, variant)
+
+    digest = SimpleNamespace(hash_variant=hash_variant)
+    rust = SimpleNamespace(Metadata=library._rust.Metadata, Digest=digest)
+    monkeypatch.setattr(kernel_sources_moemb, "_library", lambda: SimpleNamespace(_rust=rust))
+    assert kernel_sources_moemb.check_digest(path / "build" / "torch-cpu") and not failures
+    failures += [FileNotFoundError("gone for good")] * 5
+    with pytest.raises(ValueError, match="gone for good"):
+        kernel_sources_moemb.check_digest(path / "build" / "torch-cpu")
 
 
 def test_a_path_without_a_build(tmp_path, monkeypatch, said):
