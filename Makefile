@@ -59,9 +59,8 @@ screenshot: install browser
 test: install browser
 	$(PYTEST) $(PYTEST_ARGS)
 
-# One process: several of these start processes of their own and compare what those compute to the bit.
 slow: install browser
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

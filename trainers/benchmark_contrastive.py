@@ -29,17 +29,16 @@ from .contrastive_loss import ContrastiveLoss
 SCALE = 50.0
 PAIRS = 16
 CHUNK_TOKENS = 2048
-MEMORY_BATCHES = (32, 128, 512)
-SHORTER = 4  # items of the memory case: the smallest batch still fills a chunk, and the largest ends within minutes
+MEMORY_BATCHES = (32, 512)
 MINI_BATCHES = (4, 8, 16, 32)
 BACKENDS = ("eager", "grouped_mm")  # batched_mm would keep a copy of the weights for every pair until the backward
 GRADIENT_TOLERANCE = 1e-4
 RATIO, FLAT = 1.5, 1.1
 
 
-def columns(context: Context, rows: int, scale: int = 1, seed: int = 0) -> list[list[Item]]:
-    """Queries of 8 to 64 tokens; positives and hard negatives of 32 to 512, most of them short; over `scale`."""
-    scale *= 16 if context.quick else 1
+def columns(context: Context, rows: int, seed: int = 0) -> list[list[Item]]:
+    """Queries of 8 to 64 tokens; positives and hard negatives of 32 to 512, most of them short."""
+    scale = 16 if context.quick else 1
     generator = torch.Generator().manual_seed(seed)
 
     def lengths(low: int, high: int) -> list[int]:
@@ -178,7 +177,7 @@ def _memory(context: Context) -> dict[str, Any]:
         _, ours = with_adapters(pair)
         memory, seconds, tokens = {}, {}, 0
         for rows in (4, 16) if context.quick else MEMORY_BATCHES:
-            given = columns(context, rows, SHORTER)
+            given = columns(context, rows)
             batch, tokens = as_batch(given), sum(map(count_tokens, given))
             name = f"batch {rows}"
             context.progress(name)
