@@ -35,7 +35,7 @@ from .checkpoint import write_checkpoint
 from .errors import MoEMBError
 from .files import write_atomically
 from .gate_repository import RECORD, write_with_gates
-from .lora import ADAPTER, is_adapter, load_adapter_weights, save_adapter
+from .lora import ADAPTER, is_adapter, load_adapter_weights, save_adapter, use_packed_adapters
 from .optimizer import MasterAdamW
 from .packed_trainer import PackedTrainer
 from .repository import assemble_repository
@@ -75,6 +75,7 @@ class AdaptiveTrainer(PackedTrainer):
             twin_null_experts(model, args.null_noise, args.null_bias, args.seed)
         if args.lora_rank:
             model.add_adapter(adapter_config(args.lora_rank, args.lora_alpha, args.lora_targets), ADAPTER)
+            use_packed_adapters(model)
         super().__init__(model, args, processing_class)
         self.model.gates.float()
         self.kinds = tuple(kind for kind in ORDER if kind in args.gates)

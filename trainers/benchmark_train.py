@@ -15,6 +15,7 @@ from .benchmark_models import Item, ModelPair, packed_batch, padded_batch
 from .benchmark_peers import StockChoice, best_stock, by_length, count_tokens, sample_of_all_lengths
 from .benchmark_report import BenchmarkError
 from .benchmark_timing import interleave
+from .lora import use_packed_adapters
 
 
 TARGETS = (
@@ -49,6 +50,8 @@ def with_adapters(pair: ModelPair) -> tuple[torch.nn.Module, torch.nn.Module]:
     for model in (pair.stock, pair.ours):
         config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, lora_dropout=0.0)
         inject_adapter_in_model(config, model)
+        if model is pair.ours:
+            use_packed_adapters(model)
         generator = torch.Generator().manual_seed(0)
         for name, parameter in sorted(model.named_parameters()):
             parameter.requires_grad_("lora_" in name)

@@ -36,6 +36,7 @@ from .grpo_config import MoEMBGRPOConfig
 from .grpo_items import SIDES, describe_item, encode_item
 from .grpo_rollouts import RolloutBatch, RolloutSettings, replay_rollouts, run_rollouts
 from .grpo_setup import COLUMNS, FlatRewards, GRPOError, check_columns, gates_budget, reward_functions
+from .lora import use_packed_adapters
 from .packed_trainer import COMPLETE_MARKER
 from .rewards import retrieval_scores
 
@@ -106,6 +107,8 @@ class MoEMBGRPOTrainer(GRPOTrainer):
             peft_config=peft_config,
             **kwargs,
         )
+        if peft_config is not None:
+            use_packed_adapters(self.model)
         args.reward_weights = given_weights  # the weight of distillation was in it
         del model.generation_config
         vars(model).pop("forward", None)  # TRL's fused language-model head

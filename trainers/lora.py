@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from modeling_moemb.linear_moemb import use_packed_linear
+
 from .contrastive_config import ContrastiveConfig
 from .distributed import gather_adapters, whole_modules
 from .errors import MoEMBError
@@ -88,12 +90,27 @@ def prepare_trainable(model: nn.Module, args: ContrastiveConfig) -> None:
         config = lora_config(model, args)
         with _quiet_about_parameters(), whole_modules(model, config.modules_to_save or ()):
             model.add_adapter(config, ADAPTER)
+        use_packed_adapters(model)
         gather_adapters(model, adapter_names(model))
     else:
         for name, parameter in model.named_parameters():
             frozen = {"vision tower": not args.train_vision, "router": not args.train_router}
             parameter.requires_grad_(not frozen.get(component(name), False))
     check_trainable(model, args)
+
+
+def use_packed_adapters(model: nn.Module) -> None:
+    """
+    Lets LoRA's products run on the kernel that the layers beside them run on, in place.
+
+    torch compiles a bfloat16 product on the CPU anew for every number of rows and keeps what it compiled: with ragged
+    chunks time and memory would grow with their number.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            use_packed_linear(module)
 
 
 @contextmanager
