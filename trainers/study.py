@@ -188,13 +188,15 @@ def _train(config: StudyConfig, name: str, seed: int, recipe: Path, target: Path
     status = _moemb(["train", "--config", str(recipe), *words], target / "output.txt")
     if not status:
         return
-    lines = (target / "output.txt").read_text(errors="replace").splitlines()
-    last = next((line for line in reversed(lines) if line.startswith("moemb train: error: ")), "")
-    message = last.removeprefix("moemb train: error: ")
+    text = (target / "output.txt").read_text(errors="replace")
+    # a progress bar leaves its line open: the message does not begin one
+    _, found, message = text.rpartition("moemb train: error: ")
+    message = message.strip() if found else ""
     if message.startswith("step "):  # only a monitor's message begins with the step at which it stopped the run
         write_atomically(target / STOPPED, json.dumps({"stopped": message}) + "\n")
         return
-    raise StudyError(f"run '{name}', seed {seed}: {message or f'see {target}/output.txt: ' + (lines or [''])[-1]}")
+    last = (text.splitlines() or [""])[-1]
+    raise StudyError(f"run '{name}', seed {seed}: {message or f'see {target}/output.txt: {last}'}")
 
 
 def _moemb(words: list[str], log: Path) -> int:

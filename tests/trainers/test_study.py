@@ -69,6 +69,7 @@ def recipe(tmp_path, tiny_settings, monkeypatch):
     def here(words, log):
         trained.append(words)
         with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            print(" 65%|######5   | 97/150 [01:00<00:33]", end="", file=file, flush=True)  # an open progress bar
             return main(words)
 
     monkeypatch.setattr(study, "_moemb", here)
