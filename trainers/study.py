@@ -8,6 +8,7 @@ the only one that is trained.
 import argparse
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -126,7 +127,14 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(config.output / f"{name}.json")
     trained = train_all(config, args.config.parent)
     result = measure_all(config, trained)
-    result |= {"study": name, "versions": package_versions(), "metric": config.metric, "seeds": config.seeds}
+    command = shlex.join(["moemb", "study", "--config", str(args.config), *args.overrides])
+    result |= {
+        "study": name,
+        "command": command,
+        "versions": package_versions(),
+        "metric": config.metric,
+        "seeds": config.seeds,
+    }
     write_atomically(config.output / f"{name}.json", json.dumps(result, indent=1) + "\n")
     text = markdown(result)
     write_atomically(config.output / f"{name}.md", text)
@@ -191,7 +199,7 @@ def _train(config: StudyConfig, name: str, seed: int, recipe: Path, target: Path
     text = (target / "output.txt").read_text(errors="replace")
     # a progress bar leaves its line open: the message does not begin one
     _, found, message = text.rpartition("moemb train: error: ")
-    message = message.strip() if found else ""
+    message = (message.strip().splitlines() or [""])[0] if found else ""
     if message.startswith("step "):  # only a monitor's message begins with the step at which it stopped the run
         write_atomically(target / STOPPED, json.dumps({"stopped": message}) + "\n")
         return

@@ -105,7 +105,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "in the row below, in points, paired by query. FLOPs and pairs (of a token and an expert) removed are sums "
         "over all distinct items of the tasks."
     )
-    lines = [f"# {result['study']}", "", about, ""]
+    lines = [f"# Trained gates beside inference-only policies ({result['study']})", "", about, ""]
     combined = [name for name in rows if groups.get(name) == "combination"]
     single = [name for name in rows if groups.get(name) == "actions"]
     plain = [name for name in rows if name not in groups and name not in partners]
@@ -122,7 +122,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     if stopped:
         lines += ["", "## Runs that were stopped", ""]
         lines += [f"- {name}, seed {done['seed']}: {done['stopped']}" for name, done in stopped]
-    return "\n".join(lines) + "\n"
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join([*lines, "", f"Made by `{result['command']}`; {versions}."]) + "\n"
 
 
 def _table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], groups: Mapping[str, str]) -> list[str]:

@@ -70,7 +70,9 @@ def recipe(tmp_path, tiny_settings, monkeypatch):
         trained.append(words)
         with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
             print(" 65%|######5   | 97/150 [01:00<00:33]", end="", file=file, flush=True)  # an open progress bar
-            return main(words)
+            status = main(words)
+            print("\n 66%|######6   | 98/150", file=file)
+            return status
 
     monkeypatch.setattr(study, "_moemb", here)
     return path, trained
@@ -93,7 +95,9 @@ def test_a_study(recipe, tmp_path, capsys):
         rows["gate"]["value"]["value"] - rows[partner]["value"]["value"]
     )
     assert [done["seed"] for done in result["stopped"]["broken"]] == [0, 1]
-    assert "the gradual gate has collapsed" in result["stopped"]["broken"][0]["stopped"]
+    stopped = result["stopped"]["broken"][0]["stopped"]
+    assert "the gradual gate has collapsed" in stopped and "%|" not in stopped
+    assert result["command"].startswith("moemb study --config ")
     dropped = np.array(result["firing"]["gate"]["dropped"], dtype=float)
     assert dropped.shape == (4, 3) and not dropped[:2, 1].any() and (dropped[2:, 1] == dropped[3, 1]).all()
     assert 0.4 < dropped[3, 1] <= 0.5 and 0.4 < dropped[3, 2] <= 0.5 and not dropped[:, 0].any()
