@@ -93,15 +93,13 @@ def test_conversion_is_time_removed_over_flops_removed(model, features, monkeypa
     # the second round ran on a machine twice as slow, in the third one policy was disturbed
     seconds = {BASELINE: (2.0, 4.0, 3.0), "top-1": (1.5, 3.0, 9.0), "loop": (8.0,) * 3, "top-1, loop": (4.0,) * 3}
     shares = {"total": 1.0, "decoder": 0.5, "moe": 0.25}
-
-    def interleaved(functions, protocol, progress):
-        return Interleaved({name: Timing(9.0, 9.0, 0.0) for name in functions}, 3, 3, True, [0, 1, 2], 0.0)
+    timing = Interleaved({name: Timing(9.0, 9.0, 0.0) for name in seconds}, 3, 3, True, [0, 1, 2], 0.0)
 
     def rounds(self, name, repeats, count):
         assert (repeats, count) == (1, 3)
         return [{scope: share * second for scope, share in shares.items()} for second in seconds[name]]
 
-    monkeypatch.setattr(benchmark_dial_timing, "interleave", interleaved)
+    monkeypatch.setattr(benchmark_dial_timing, "interleave", lambda *_, **__: timing)
     monkeypatch.setattr(ScopeClock, "rounds", rounds)
     found = time_policies(model, features, [baseline(), TOP, *LOOPED], Protocol(), bandwidth=1e9)
     assert (found["items"], found["tokens"], found["visual_tokens"]) == (2, features["input_ids"].numel(), 28)
@@ -111,7 +109,6 @@ def test_conversion_is_time_removed_over_flops_removed(model, features, monkeypa
     for scope in shares:
         assert rows["top-1"]["time_removed"][scope] == pytest.approx(0.25)
         assert rows["top-1"]["conversion"][scope] == pytest.approx(0.25 / removed[scope])
-        # compared with full compute in the same loop
         assert rows["top-1, loop"]["conversion"][scope] == pytest.approx(0.5 / removed[scope])
         assert rows["loop"]["conversion"][scope] is None
         assert rows["top-1"]["time_removed_quartiles"][scope] == pytest.approx([-2.0, 0.25])
