@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .dial_quality import resampled_means
-from .evaluation_metrics import METRICS, Ranks, chance_levels, query_values, with_seed_spread
+from .evaluation_metrics import METRICS, Ranks, chance_levels, entry_over_seeds, query_values
 from .prune_experts_sweep import SweepTask, interval_text, points_text
 
 
@@ -69,11 +69,7 @@ def study_quality(
 
 def _entries(each_seed: np.ndarray, drawn: np.ndarray, generator: np.random.Generator) -> dict[str, dict[str, Any]]:
     """Value and interval by metric, of seeds `(seeds, metrics)` and resamples of the queries `(samples, metrics)`."""
-    found = {}
-    for m, metric in enumerate(METRICS):
-        low, high = np.percentile(with_seed_spread(drawn[:, m], each_seed[:, m], generator), [2.5, 97.5])
-        found[metric] = {"value": float(each_seed[:, m].mean()), "interval": [float(low), float(high)]}
-    return found
+    return {metric: entry_over_seeds(each_seed[:, m], drawn[:, m], generator) for m, metric in enumerate(METRICS)}
 
 
 def table_rows(result: Mapping[str, Any]) -> list[dict[str, str]]:

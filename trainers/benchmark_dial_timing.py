@@ -14,7 +14,7 @@ from modeling_moemb.compute_moemb import Flops, count_flops
 from .benchmark_dishonest import expert_loop, masking
 from .benchmark_encode import trim_memory
 from .benchmark_machine import peak_memory, resident_bytes
-from .benchmark_timing import CLOCKS, Protocol, interleave
+from .benchmark_timing import CLOCKS, Protocol, interleave, quartiles
 from .dial_policies import BASELINE, LOOP, MASKING, Prepared
 from .saliency import expert_blocks
 
@@ -155,10 +155,10 @@ def time_policies(
             memory[policy.name] = _peak(_call(model, features, policy))
     items = _items(features)
     loop = next((p.name for p in policies if p.policy.execution == LOOP and not p.budget and p.keep is None), BASELINE)
-    rounds = {
-        name: [clock.rounds(name, entry.repeats, timing.rounds)[number] for number in timing.counted]
-        for name, entry in timing.timings.items()
-    }
+    rounds = {}
+    for name, entry in timing.timings.items():
+        every = clock.rounds(name, entry.repeats, timing.rounds)
+        rounds[name] = [every[number] for number in timing.counted]
     seconds = {name: {scope: statistics.median(row[scope] for row in kept) for scope in SCOPES}
                for name, kept in rounds.items()}  # fmt: skip
     rows = {}
@@ -189,12 +189,12 @@ def time_removed(
 
     A round is compared with full compute of the same round: a machine that is slow for a while is slow for both.
     """
-    found: tuple[dict[str, float], ...] = ({}, {}, {})
+    low, middle, high = {}, {}, {}
     for scope in SCOPES:
         values = sorted(1 - mine[scope] / whole[scope] for mine, whole in zip(rounds, full))
-        for quartile, share in zip(found, (0.25, 0.5, 0.75)):
-            quartile[scope] = statistics.median(values) if share == 0.5 else values[round((len(values) - 1) * share)]
-    return found
+        low[scope], high[scope] = quartiles(values)
+        middle[scope] = statistics.median(values)
+    return low, middle, high
 
 
 def _call(model: Any, features: Mapping[str, Tensor], policy: Prepared) -> Callable[[], Tensor]:

@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,11 @@ def interleave(
     return _summary(names, rows, loads, repeats, min(3, protocol.rounds))
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper quartile of sorted values, each one of them."""
+    return values[round((len(values) - 1) * 0.25)], values[round((len(values) - 1) * 0.75)]
+
+
 def _summary(names: list[str], rows: list[dict], loads: list[Load], repeats: dict[str, int], enough: int):
     clean = [number for number, load in enumerate(loads) if load.clean]
     only_clean = len(clean) >= enough
@@ -235,7 +240,7 @@ def _summary(names: list[str], rows: list[dict], loads: list[Load], repeats: dic
     for name in names:
         values = sorted(rows[number][name] for number in counted)
         median = statistics.median(values)
-        low, high = (values[round((len(values) - 1) * share)] for share in (0.25, 0.75))
+        low, high = quartiles(values)
         timings[name] = Timing(median, values[0], (high - low) / median, [row[name] for row in rows], repeats[name])
     known = [load.others + (load.stolen or 0.0) for load in loads if load.others is not None]
     others = statistics.mean(known) if known else None

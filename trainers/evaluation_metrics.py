@@ -8,6 +8,7 @@ differ in the last bit after a matrix product).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -199,6 +200,20 @@ def summarise(
         report[name] = {"value": float(values.mean()), "interval": list(interval)}
     report["tied_queries"] = float((ranks.mean_tie_rank < ranks.rank).mean())
     return report
+
+
+def entry_over_seeds(by_seed: np.ndarray, drawn: np.ndarray, generator: np.random.Generator) -> dict[str, Any]:
+    """
+    The mean over seeds and its 95 % interval over queries and seeds.
+
+    Args:
+        by_seed, drawn, generator: see [`with_seed_spread`].
+
+    Returns:
+        `dict`: `value` and `interval`, its two ends.
+    """
+    low, high = np.percentile(with_seed_spread(drawn, by_seed, generator), [2.5, 97.5])
+    return {"value": float(np.mean(by_seed)), "interval": [float(low), float(high)]}
 
 
 def with_seed_spread(drawn: np.ndarray, by_seed: Sequence[float], generator: np.random.Generator) -> np.ndarray:

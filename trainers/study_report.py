@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .dial_policies import BASELINE
-from .evaluation_metrics import query_values, with_seed_spread
+from .evaluation_metrics import entry_over_seeds, query_values
 from .files import whole_file
 
 
@@ -52,20 +52,17 @@ def summary(
     for name, runs in entries.items():
         table = values[name]
         by_seed, drawn = table[:, 0], table[:, 1:].mean(axis=0)
-
-        def entry(other: np.ndarray | None = None, by_seed=by_seed, drawn=drawn) -> dict[str, Any]:
-            if other is not None:
-                by_seed, drawn = by_seed - other[0], drawn - other[1:]
-            return _entry(float(by_seed.mean()), with_seed_spread(drawn, by_seed, generator))
-
         removed = [run["outcome"].flops.removed_from(full.flops) for run in runs]
         row = {
-            "name": name, "seeds": len(runs), "value": entry(), "change": entry(base), "by_seed": by_seed.tolist(),
+            "name": name, "seeds": len(runs), "by_seed": by_seed.tolist(),
+            "value": entry_over_seeds(by_seed, drawn, generator),
+            "change": entry_over_seeds(by_seed - base[0], drawn - base[1:], generator),
             "flops_removed": {scope: float(np.mean([r[scope] for r in removed])) for scope in removed[0]},
             "pairs_removed": float(np.mean([1 - run["outcome"].pairs / full.pairs for run in runs])),
         }  # fmt: skip
         if partners and name in partners:
-            row["against_partner"] = entry(values[partners[name]].mean(axis=0))
+            other = values[partners[name]].mean(axis=0)
+            row["against_partner"] = entry_over_seeds(by_seed - other[0], drawn - other[1:], generator)
         rows.append(row)
     return rows
 
@@ -86,11 +83,6 @@ def _means(ranks: Mapping[str, Any], tasks: Sequence[Any], metric: str, weights:
         values = query_values(ranks[task.name])[metric]
         by_task.append(weight @ values / weight.sum(axis=1))
     return np.mean(by_task, axis=0)
-
-
-def _entry(value: float, drawn: np.ndarray) -> dict[str, Any]:
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return {"value": value, "interval": [float(low), float(high)]}
 
 
 def markdown(result: Mapping[str, Any]) -> str:

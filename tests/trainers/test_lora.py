@@ -56,7 +56,7 @@ def test_adapters_stand_where_the_paper_has_them(tmp_path, repository):
 
 
 def test_adapters_run_on_the_kernel_of_the_layers_beside_them(tmp_path, repository):
-    """torch would compile a product for every number of rows, and keep it: memory grew by 37 MB with every chunk."""
+    """torch would compile a product for every number of rows, and keep it: memory grew with every chunk."""
     model = prepared(tmp_path, repository)
     factors = [
         m for name, m in model.named_modules() if name.endswith((f"lora_A.{lora.ADAPTER}", f"lora_B.{lora.ADAPTER}"))
